@@ -78,9 +78,9 @@ def check(plan: File | Plan, options: CheckOptions) -> Verdict:
 
         verdict = replace(verdict, would_fit=changes_that_fit(verdict.plan, profile, command))
     if options.against is not None:
-        from planner.api.comparing import earlier_plan  # noqa: PLC0415 - rarely needed
+        from planner.api.comparing import read_plan_for_comparison  # noqa: PLC0415 - rarely needed
 
-        before, recomputed, name = earlier_plan(options.against, place)
+        before, recomputed, name = read_plan_for_comparison(options.against, place)
         verdict = with_difference(verdict, before, against=name, recomputed=recomputed)
     return verdict
 

@@ -39,12 +39,15 @@ def compare(*plans: File | Plan) -> Comparison:
     return Comparison(plans=tuple(rows), difference=difference)
 
 
-def earlier_plan(against: File | Plan, place: str) -> tuple[Plan, bool, str]:
-    """Return the plan of `--against`, True if it was recomputed from its profile, and its name for messages.
+def read_plan_for_comparison(against: File | Plan, place: str) -> tuple[Plan, bool, str]:
+    """Read the plan with which `check --against` compares the checked plan.
 
     Args:
         against: Value of `--against`: a plan, its file, or `git:REVISION`, the checked plan's file at a git revision.
         place: Path of the checked plan.
+
+    Returns:
+        The plan of `against`; True if its figures were recomputed from its profile; and its name for messages.
 
     Raises:
         UsageError: `against` is a git revision, but the checked plan is not in a file.

@@ -13,13 +13,13 @@ def headroom_of(headroom: str | float | None, profile: Profile, limits: Sequence
     """Return the headroom (share of memory to keep free) as a fraction, from 0 to below 1.
 
     Args:
-        headroom: `5%`, 0.05, or `auto`. With `auto`, peaks fit even if they exceed the prediction by the largest error
-            measured before. None means `auto` for an estimated profile, and 0 for other profiles.
+        headroom: `5%`, 0.05, or `auto`. With `auto`, plans fit even if the prediction of a peak is too low by the
+            largest known error of such predictions. None means `auto` for an estimated profile, and 0 for others.
         profile: The profile to plan from.
         limits: Memory limits of the devices, in bytes.
 
     Raises:
-        UsageError: The text is not a share, or `auto` is used, and no peak was ever measured on such a device.
+        UsageError: The text is not a share. Also raised for `auto` if errors are unknown for the kind of profile.
     """
     if headroom is None and profile.device.how != "estimated":
         return 0.0

@@ -36,10 +36,10 @@ def emit(plan: File | Plan, options: EmitOptions) -> tuple[Path, ...]:
         Paths of the files.
 
     Raises:
-        StaleError: A plan was made from another profile.
+        StaleError: A plan was made from another profile, or the profile has changed since then.
         InfeasibleError: With the chosen engine, a device needs more memory than its limit.
         UsageError: The engine cannot run the plan, the profile names no model file, or the nodes have too few devices.
-            Also raised if a plan of `--smaller` has another mini-batch than `plan`, or not fewer processes.
+            Also raised if a plan in `options.smaller` has another mini-batch or not fewer processes than `plan`.
         FileError: A file cannot be read or written, or balance.yaml was edited.
     """
     return emit_files(plan, options, on_finding=ignore_arguments, note=ignore_arguments).paths

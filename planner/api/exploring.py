@@ -14,7 +14,7 @@ from planner.core.values.plan import Plan
 from planner.core.values.profile import Profile
 
 _ON_THE_PAGE: Final = frozenset({"--mem", "--schedule", "--chunks", "--recompute", "--links", "--together", "--apart"})
-"""Options of `solve` that a user sets in the interactive report, or that `parts_missing_from_command` describes."""
+"""Options of `solve` that a user sets in the interactive report, or that `notes_on_missing_options` describes."""
 
 
 @on_plan(ExploreOptions)
@@ -29,7 +29,7 @@ def explore(plan: File | Plan, options: ExploreOptions) -> str:
         The text of the page.
 
     Raises:
-        StaleError: The plan was made from another profile.
+        StaleError: The plan was made from another profile, or the profile has changed since then.
         UsageError: A layer of the profile is in no stage, or a stage has no layers.
         FileError: A file cannot be read, or the page cannot be written.
     """
@@ -52,7 +52,7 @@ def explore(plan: File | Plan, options: ExploreOptions) -> str:
             micro_batches=tuple(sorted({*counts, now.micro_batches})),
             command=tuple(solve_command_parts(now, profile)),
             place="plan.yaml" if place == NOWHERE else place,
-            caveats=tuple(parts_missing_from_command(now)),
+            caveats=tuple(notes_on_missing_options(now)),
             may_recompute=profile.proof is None or not profile.proof.differs_recomputed,
         )
     )
@@ -62,9 +62,9 @@ def explore(plan: File | Plan, options: ExploreOptions) -> str:
 
 
 def solve_command_parts(plan: Plan, profile: Profile) -> Iterator[str]:
-    """Yield the parts of the `solve` command that repeats a plan's request.
+    """Yield the `solve` command that makes a plan again: the command with the profile's path, then its options.
 
-    Options that a user sets in the interactive report are left out.
+    Options that a user sets in the interactive report are left out. The report adds them to the command.
     """
     width = plan.tensor_parallel if profile.widths else plan.inputs.tensor_parallel
     inputs = replace(plan.inputs, replicas=plan.replicas, tensor_parallel=width)
@@ -72,8 +72,8 @@ def solve_command_parts(plan: Plan, profile: Profile) -> Iterator[str]:
     yield from solve_command_options(inputs, profile.device, without=_ON_THE_PAGE)
 
 
-def parts_missing_from_command(plan: Plan) -> Iterator[str]:
-    """Yield a sentence about each part of the plan's request that is missing from `solve_command_parts`."""
+def notes_on_missing_options(plan: Plan) -> Iterator[str]:
+    """Yield a sentence about each option of a plan that `solve_command_parts` and the interactive report lack."""
     inputs = plan.inputs
     if inputs.links:
         yield "The plan uses links that were measured one by one: add their file with `--links`."

@@ -32,7 +32,8 @@ class Option:
     """Names of the option, separated by spaces, such as `--output -o`; empty if `option_name` gives the only name."""
     repeatable: bool = False
     recorded: OptionConversion | None = None
-    """Conversion between the option and its field in `Inputs`; None if no field depends on this option alone."""
+    """Conversion between the option and its field in `Inputs`. None if the option has no field there, or if the field
+    depends on more than the option."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 def profile(model: File | Any | None, options: ProfileOptions) -> Profile:
     """Measure time and memory of every layer of a model, at several micro-batch sizes.
 
-    On a CPU, two processes also measure the executor's own time and the link between processes. This is done once per
-    machine, and the result is cached. With `output`, Ctrl-C stores all finished measurements in a file next to
-    `output`. The same call then continues from this file.
+    On a CPU, two processes also measure the link between them, and the overhead of the bundled executor per action.
+    This is done once per machine, and the result is cached. With `output`, Ctrl-C stores all finished measurements in a
+    file next to `output`. The same call then continues from this file.
 
     Args:
         model: `path/to/model.py[:ENTRY]`, a Hugging Face config.json or its folder, or an `nn.Module`, of which a copy
@@ -117,9 +117,10 @@ def _measured(model: File | Any | None, options: ProfileOptions) -> Profile:
 
 @contextmanager
 def _explained_by(checked: "EquivalenceResult | None") -> Iterator[None]:
-    """Return a context manager that replaces an exception of the model's code by the error of the equivalence check.
+    """Return a context manager that explains exceptions of the model's code by the equivalence check.
 
-    If the equivalence check did not fail, the exception is raised unchanged.
+    The check compared stages with the unpartitioned model. If the check failed with an error, this error replaces the
+    exception. Otherwise, the exception is raised unchanged.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Options of `solve` that repeat a plan's request."""
+"""Options of `solve` that make a plan again."""
 
 from collections.abc import Collection
 from math import ceil
@@ -17,13 +17,13 @@ _CALIBRATED: Final = frozenset({"--overhead", "--reserve"})
 
 
 def solve_command_options(inputs: Inputs, device: Device, *, without: Collection[str] = ()) -> tuple[str, ...]:
-    """Return the options of `solve` that repeat a plan's request and differ from their defaults.
+    """Return the options of `solve` that make a plan again, without options that have their default.
 
-    The options for cuts, micro-batches and time limit are not included, because a plan does not record their values.
-    It does not record the files of links and schedule either; they are called `links.yaml` and `FILE.csv`.
+    Options for fixed cuts, fixed micro-batches and the time limit are missing, because a plan does not record that
+    they were given. It does not record names of files either: `--links` gets `links.yaml`, `--schedule` `FILE.csv`.
 
     Args:
-        inputs: Request of the plan.
+        inputs: Inputs of the plan.
         device: Device of the profile. It has the defaults of `--link`, `--overhead` and `--reserve`.
         without: Names of options to leave out.
 
@@ -55,7 +55,7 @@ def solve_command_options(inputs: Inputs, device: Device, *, without: Collection
 
 
 def calibrated_options(inputs: Inputs, device: Device) -> tuple[str, ...]:
-    """Return the options of `solve` that repeat a request, without options whose values come from a calibration."""
+    """Return the options of `solve` that make a plan again, without those that `--calibration` sets."""
     # If links between nodes differ, a calibration does not change them: see `calibration_of`.
     without = _CALIBRATED if inputs.inter_link is not None else _CALIBRATED | {"--link"}
     return solve_command_options(inputs, device, without=without)

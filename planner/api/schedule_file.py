@@ -1,4 +1,4 @@
-"""Schedules from files: read action orders, and combine them with the options of `solve`."""
+"""Schedules from files: read the order of each device's actions, and combine it with the options of `solve`."""
 
 import os
 from collections.abc import Sequence

@@ -129,7 +129,7 @@ def parse_device_count(value: Numbers) -> int:
 
 
 def parse_size_bytes(option: str, value: str | int) -> int:
-    """Return a size in bytes from `8GB`, an accelerator's name (`tpu:v2`), or a number."""
+    """Return a size in bytes, from `8GB`, a number, or the name of an accelerator (`tpu:v2`) with this memory."""
     if isinstance(value, str):
         named = next((one for one in ACCELERATORS if one.name == value.strip().lower()), None)
         return parse_bytes(value, f"{option} ") if named is None else named.memory_bytes
@@ -178,7 +178,10 @@ def parse_precision(value: str | None) -> Precision:
 
 
 def parse_speeds(value: str | float | Sequence[float], devices: int) -> tuple[float, ...]:
-    """Return the speed of each device, from one number for all or a text such as `1,1,2.5`."""
+    """Return the speed of each device relative to the profiled device.
+
+    `value` is one number for all devices, or a text such as `1,1,2.5`.
+    """
     text = _shown(value)
     try:
         numbers = tuple(map(float, _parts(value)))
@@ -251,7 +254,7 @@ def parse_large_count(option: str, value: str | int | None) -> int:
 
 
 def parse_price(option: str, value: str | float | None) -> float:
-    """Return a price above 0; 0 for None."""
+    """Return the price of a GPU-hour, in any currency; 0 if `value` is None, because no price was given."""
     if value is None:
         return 0.0
     try:

@@ -67,23 +67,23 @@ Measured by `gpipe-plan verify` in a run of a plan. You may edit these values.""
 def verify(plan: File | Plan, options: VerifyOptions) -> Verification:
     """Run a plan for a few steps on this machine, and compare measured with predicted values.
 
-    torchrun starts one process for every device of the plan, on the bundled executor. `verify` also compares the
-    results of the stages with the unpartitioned model. A device's predicted and measured peak memory may differ by
-    `tolerance_memory` plus 64 KiB.
+    torchrun starts one process per device, and the bundled executor runs the plan. `verify` also compares the results
+    of the stages with the unpartitioned model. Predicted and measured peak memory of a device may differ by
+    `tolerance_memory`, a share of the measured peak, plus 64 KiB.
 
-    With `run`, a finished run is compared. No process is started, torch is not needed, and the
-    stages are not compared with the unpartitioned model.
+    With `run`, a finished run is compared. No process is started, torch is not needed, and the stages are not compared
+    with the unpartitioned model.
 
     Args:
         plan: A plan, or its file.
         options: Options of `verify`.
 
     Returns:
-        Predicted and measured values, and the calibration.
+        Predicted and measured values, and measured costs of this machine, which `solve --calibration` can use.
 
     Raises:
         MissingPackageError: torch or a package for training is not installed.
-        StaleError: The plan was made from another profile.
+        StaleError: The plan was made from another profile, or the profile has changed since then.
         UsageError: The executor cannot run the plan, an option is wrong, or the run belongs to another plan.
         MeasurementError: The run failed, or cannot be compared with the plan.
         FileError: A file cannot be read or written.

@@ -46,7 +46,7 @@ def formatted(value: Any, format_: str, *, text: Callable[[Any, "Style"], str], 
 
 
 def check_format(name: str, formats: Collection[str] = ("text", "json")) -> bool:
-    """Return True if the format is JSON; raise an error for an unknown format.
+    """Check the name of an output format, and return True if it is `json`.
 
     Raises:
         UsageError: The format is not one of `formats`.

@@ -104,7 +104,7 @@ def write_engine_files(
         smaller: Plans for fewer processes, made from the same profile; only for the bundled executor.
         launch: Job scheduler for which a launcher is written, such as `slurm`; None for no launcher.
         nodes: Nodes for the launcher; defaults to the nodes of the plan.
-        repeat_options: Function that returns the `solve` options of a plan's request.
+        repeat_options: Function that returns the options of `solve` that make a plan again.
         note: Function that is called with a description of each slow operation before it begins.
 
     Returns:

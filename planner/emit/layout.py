@@ -162,7 +162,7 @@ class PlanLayout:
         return None if num_layers == len(names) else f"`--together {first},{second}`"
 
     def refuse_formula(self, engine: str, *, block_kind: str = "") -> None:
-        """Raise UsageError if the profile was computed from a formula, and the engine has no model with its blocks.
+        """Raise UsageError if the profile is from a formula, and the engine has no model with the formula's blocks.
 
         `block_kind` is the kind of block in the engine's own model (`block`, `encoder` or `decoder`). It is empty if
         the engine has no model of its own.
@@ -200,13 +200,13 @@ class PlanLayout:
         return [f"{text}: step time and memory will differ; solve with `--schedule {supported[0].name}`"]
 
     def split_backward_notes(self) -> list[str]:
-        """Return a note if the schedule has split backward passes, which torch splits differently than the profile."""
+        """Return a note that torch needs more memory than planned, if the schedule has split backward passes."""
         if not self.schedule.splits_backward:
             return []
         return ["torch splits backwards differently, and needs more memory than planned between I and W"]
 
     def recompute_notes(self, text: str) -> list[str]:
-        """Return `text` with each stage's recompute choice as a note; no note if no stage recomputes."""
+        """Return a note: `text`, then the recompute choice of each stage. If no stage recomputes, there is no note."""
         runs = [(choice, [s.index for s in run]) for choice, run in groupby(self.plan.stages, lambda s: s.recompute)]
         if [choice for choice, _ in runs] == ["never"]:
             return []

@@ -173,9 +173,10 @@ def _check_one_mtp_stage(layout: PlanLayout, letters: Sequence[Sequence[str]]) -
 
 
 def _block_numbers(layers: Sequence[LayerProfile]) -> list[int | None]:
-    """Return the number in each layer's name, such as 3 for `h.3`; None for names unlike the most common ones.
+    """Return the number in each layer's name, such as 3 for `h.3`.
 
-    The list is empty if no two layers have names that differ only in the number.
+    Only names of the largest group that differs only in the number are used; other layers get None. The list is empty
+    if there is no group of two or more layers.
     """
     matches = [None if _MTP.search(layer.name) else _NUMBERED.fullmatch(layer.name) for layer in layers]
     stem = _most_common(match["stem"] for match in matches if match)

@@ -25,7 +25,7 @@ To change it, edit the plan and emit again. train.py rejects a model with other 
 
 
 RepeatOptions = Callable[[Inputs, Device], tuple[str, ...]]
-"""Function that returns the `solve` options of a plan's request."""
+"""Function (inputs of a plan, device of its profile) -> options of `solve` that make the plan again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,8 +109,9 @@ def emit_native(
         folder: Folder for the emitted files.
         profile_folder: Folder of the profile. The model's path in the profile is relative to this folder.
         smaller: Plans for fewer processes. The script uses the plan for the number of started processes.
-        input_paths: Paths of plans and profile, for the command to replan.
-        repeat_options: Function that returns the `solve` options of a plan's request, for the command to replan.
+        input_paths: Paths of plans and profile. If a run deviates from its plan, the script prints commands that plan
+            again from these files.
+        repeat_options: Function that returns the `solve` options of these commands.
 
     Raises:
         UsageError: A plan does not match the profile, or has tensor parallelism or a sharded optimizer. Also raised if

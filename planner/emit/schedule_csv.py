@@ -10,8 +10,8 @@ Three engines read such a file: torch (`_PipelineScheduleRuntime._load_csv(path,
 (`pipeline_parallel_schedule_csv` of its `ParallelismConfig`) and NeMo Automodel (`pp_schedule_csv` of its
 `PipelineConfig`). Each engine derives the device of every stage from the rows, and adds the transfers.
 
-torchtitan and Automodel place the stages on devices before they read the file. They use the placement of the schedule
-that another of their options names. This schedule must have the same placement as the file.
+torchtitan and Automodel place the stages on devices before they read the file. The placement depends on the schedule
+that their schedule option names. Set this option to a schedule with the placement of the plan.
 """
 
 from typing import Final

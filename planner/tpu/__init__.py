@@ -1,4 +1,6 @@
-"""Support for TPUs: the compiled profile backend, the emitter of one JAX program, its memory model and its trainer.
+"""Support for TPUs: profiles from the TPU's compiler, and training of a plan as one JAX program.
+
+The program runs all stages of the plan, one on each device. Its emitter, memory model and trainer are in this package.
 
 No other package imports this package. `planner.core.extensions` loads the functions that `BACKENDS`, `FORMATS` and
 `MEMORY_MODELS` name, and an emitted `train_jax.py` imports `planner.tpu.training`. Some modules import jax and torchax.

@@ -1,8 +1,9 @@
 """Profile backend that takes the costs of layers from the TPU's compiler. No TPU needs to be attached.
 
-Each distinct layer becomes four executables (`planner.tpu.layer_programs`). For each executable, the compiler reports
-the bytes of arguments, results and temporaries, including padding, and an estimate of the run time. The optimizer step
-for a layer's parameters is also an executable (`planner.tpu.optimizers`).
+Each layer is compiled as four executables: forward, backward, and two that run both (`planner.tpu.layer_programs`).
+Layers with equal operators and shapes are compiled once. For each executable, the compiler reports the bytes of
+arguments, results and temporaries, including padding, and an estimate of the run time. The optimizer step for a layer's
+parameters is also an executable (`planner.tpu.optimizers`).
 
 If a TPU is attached, the executables run on the TPU, and their times are measured. Results for chips that are not
 attached are cached on disk, so an interrupted profile does not compile them again.
@@ -111,7 +112,7 @@ class CompiledBackend:
             )
 
     def measure(self, task: ProfilingTask) -> BackendResult:
-        """Compile each distinct layer at each micro-batch size, and the optimizer step of the layer's parameters."""
+        """Compile each layer at each micro-batch size, and the optimizer steps. Equal layers are compiled once."""
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "gpipe-plan", "tpu")
         compiler = Compiler(self._chip, self._rates, folder, task.options.repeats)
         rule = optimizer_rule(task.loaded.build_optimizer, list(task.chain.model.parameters()))
@@ -182,16 +183,16 @@ def _with_compiled_memory(
     is_first: bool,
     num_targets: int,
 ) -> LayerProfile:
-    """Return the profile of a layer with the memory that the compiler reported, in the field `program`.
+    """Return `profile` with the memory that the compiler reported, in the field `program`.
 
-    The field `detail` becomes empty, because no memory was measured with an allocator.
+    The field `detail` of the result is empty, because no memory was measured with an allocator.
 
     Args:
         profile: Profile of the layer.
         buffer_bytes: Bytes of the layer's buffers.
         compiled: The compiled layer at each micro-batch size.
         kept_outputs: For each micro-batch size, the outputs that a backward reads, from `_outputs_kept_for_backward`.
-        received: For each micro-batch size, two sizes of each received tensor, from `_received_sizes`.
+        received: For each micro-batch size and received tensor, its bytes as sent, and in the largest layout.
         is_first: True for the first layer of the model.
         num_targets: Number of inputs that are targets of the loss. They are the last inputs.
     """

@@ -112,7 +112,7 @@ class Compiler:
         from planner.tpu.chips import target_device  # noqa: PLC0415
         from planner.tpu.layer_programs import compile_layer  # noqa: PLC0415
 
-        return compile_layer(unit_function(unit, received), target_device(self._chip), self._time_us)
+        return compile_layer(jax_function_of_layer(unit, received), target_device(self._chip), self._time_us)
 
     def _compiled_step(self, parameters: Sequence[Tensor], rule: OptimizerRule) -> CompiledOptimizerStep:
         from planner.tpu.chips import target_device  # noqa: PLC0415
@@ -162,10 +162,10 @@ class Compiler:
         return self._folder / f"{digest.hexdigest()[:32]}.json"
 
 
-def unit_function(unit: LayerToMeasure, received: MeasurementInput) -> "LayerFunction":
-    """Return a distinct layer as a function of JAX arrays: its inputs, then the targets of the loss.
+def jax_function_of_layer(unit: LayerToMeasure, received: MeasurementInput) -> "LayerFunction":
+    """Return a layer as a function of JAX arrays.
 
-    The function of the last layer returns the loss.
+    The arguments are the layer's inputs. The last layer also takes the targets, and returns the loss.
     """
     from planner.tpu.layer_functions import layer_function  # noqa: PLC0415 - jax
 

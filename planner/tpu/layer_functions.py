@@ -48,8 +48,8 @@ def random_key_shape() -> jax.ShapeDtypeStruct:
 class LayerFunction:
     """Module as a pure function of JAX arrays.
 
-    The function takes the tensors among the module's flattened inputs, and returns those among its flattened outputs.
-    Writes of the module into its buffers are dropped.
+    The function takes and returns only tensors: those among the module's flattened inputs, and those among its
+    flattened outputs. Other inputs are constants. Values that the module writes into its buffers are lost.
     """
 
     call: Callable[[Arrays, Sequence[Array], Array], list[Array]]
@@ -117,7 +117,10 @@ class Residual:
     """Shape and origin of a value that the backward reads."""
 
     kind: str
-    """Origin: `output`, `input`, `state` for a parameter or buffer, else `made`."""
+    """Origin: `output`, `input`, `state` (parameter or buffer), `key` (random key), or `made`.
+
+    A `made` value is computed by the forward, but is no output.
+    """
     index: int | str = 0
     """Index among the outputs, inputs or `made` residuals; for `state`, the name of the parameter or buffer."""
     shape: jax.ShapeDtypeStruct = None
@@ -128,10 +131,10 @@ class ForwardBackwardFunction:
     """Forward and backward of a layer as two functions of JAX arrays."""
 
     forward: Callable[..., tuple[list[Array], list[Array]]]
-    """Function (trained, fixed, inputs, key) -> (outputs, residuals made)."""
+    """Function (trained, fixed, inputs, key) -> (outputs, `made` residuals)."""
     backward: Callable[..., tuple[Arrays, list[Array]]]
-    """Function ((trained, fixed, inputs, key), outputs, residuals made, gradients of outputs) -> (gradients of trained
-    parameters, gradients of inputs). It ignores the values of inputs and outputs that are no residuals."""
+    """Function ((trained, fixed, inputs, key), outputs, `made` residuals, gradients of outputs) -> (gradients of
+    trained parameters, gradients of inputs). Of all arguments, it reads only residuals and gradients."""
     outputs: list[jax.ShapeDtypeStruct]
     """Shapes of the outputs."""
     differentiable: tuple[int, ...]

@@ -4,11 +4,12 @@
     forward       returns outputs and residuals            `made_kinds`: residuals that are no outputs
     backward      reads residuals, adds to gradients       `backward_temporary_bytes`
     both          forward, then backward                   `peak_bytes`
-    apart         as `both`, with an array in between      `carried_bytes`: temporaries except that array
+    apart         as `both`, with a large array between    `carried_bytes`: temporaries without the large array
 
 `forward` and `backward` correspond to loops over micro-batches, which store residuals in arrays. `both` and `apart` run
 forward and backward of one micro-batch together. The compiler then chooses which values to keep, and in which
-precision. The array in `apart` exists between forward and backward. It is so large that the memory is highest there.
+precision. The large array in `apart` exists only between forward and backward. It is larger than all other temporaries
+together, so memory is highest while it exists. The other temporaries at this point are kept for the backward.
 
 Matmuls of a TPU take 16-bit operands unless the model sets a higher precision. The compiler stores arrays that are only
 matmul operands in 16 bits, also in loops (jax 0.10.2, libtpu 0.0.52). `matmul_operands_of` finds these arrays.
@@ -243,7 +244,10 @@ def find_matmul_operands(jaxpr: jax.extend.core.Jaxpr, results: Sequence[bool] |
 
 
 def _operands_only_for_matmul(eqn: Any, results: Sequence[bool]) -> list[bool]:
-    """Return True for each argument of an equation that is used only as a matmul operand, if `results` are so used."""
+    """Return, for each argument of an equation, True if it is used only as a matmul operand.
+
+    `results` is True for each result of the equation that is used only as a matmul operand.
+    """
     name, num = eqn.primitive.name, len(eqn.invars)
     if name in _PRODUCTS:
         return [_takes_16_bits(eqn)] * num

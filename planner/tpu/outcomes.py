@@ -9,14 +9,14 @@ from planner.core.values.profile import ArrayKind, BoundaryTensor, MemoryDetail,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompiledLayer:
-    """Memory and times of a compiled layer at one micro-batch size, in bytes of device memory with padding."""
+    """Memory, times and FLOPs of a compiled layer at one micro-batch size. Sizes include padding, unless noted."""
 
     inputs: tuple[int, ...]
-    """Bytes of each input tensor."""
+    """Bytes of each input tensor in its smallest memory layout."""
     laid_out: tuple[int, ...]
     """Bytes of each input in the memory layout that the compiler chooses for the layer."""
     wanted: tuple[int, ...]
-    """Bytes of each input as a loop over micro-batches stores it."""
+    """Bytes of each input as a loop over micro-batches stores it: flattened, or with the size in `laid_out`."""
     kept_inputs: tuple[bool, ...]
     """True for inputs that the backward reads."""
     outputs: tuple[int, ...]
@@ -24,7 +24,7 @@ class CompiledLayer:
     aliases: tuple[int, ...]
     """For each output, the index of the input that it returns unchanged; -1 for new outputs."""
     reshaped_bytes: int
-    """Bytes, in the layer's own shape, of arrays that the backward reads and that loops store in another shape."""
+    """Bytes, before flattening, of arrays that the backward reads and that loops store flattened."""
     forward_us: float
     backward_us: float
     forward_temporary_bytes: int

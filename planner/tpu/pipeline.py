@@ -135,12 +135,20 @@ def _stages(loaded: LoadedModel, chain: Chain, balance: Balance, batch: Any) -> 
 def _layer_function_of(
     loaded: LoadedModel, layer: Layer, values: Sequence[Any], nest: TreeSpec, *, targets: Any, last: bool
 ) -> tuple[LayerFunction, Callable[[], tuple[TreeSpec, list[Any]]]]:
-    """Return a layer's function, and a function that returns the structure of the layer's outputs.
+    """Return a layer as a function of JAX arrays, and a function that describes the layer's outputs.
 
-    `values` are the flattened inputs, `nest` is their structure. The function of the last layer returns the loss. The
-    second function may be called after the first was traced. It returns the structure of the outputs, and a list with
-    one entry per flattened output: for a tensor, its index among the tensors; for any other value, a tuple that
-    contains the value.
+    Args:
+        loaded: The model.
+        layer: The layer.
+        values: Flattened inputs of the layer.
+        nest: Structure of the inputs.
+        targets: Targets of the loss; None except for the last layer.
+        last: True for the last layer, whose function returns the loss.
+
+    Returns:
+        The layer's function; and a function to call after the first was traced. Its results are the structure of the
+        outputs, and a list with one entry per flattened output. The entry of a tensor is its index among the tensors.
+        The entry of any other value is the tuple `(value,)`.
     """
     of_loss, loss_nest = tree_flatten(targets)
     seen: dict[str, Any] = {}

@@ -4,24 +4,27 @@ Every device runs the same code on arrays of the same shapes. For each memory co
 stage with most of this component, and it needs the whole mini-batch. Parameters, optimizer state, buffers and the
 mini-batch exist during the whole step. The rest of the peak is the larger of
 
-    forward     M * (I + S) + invariant + (I + S) + I + 1.1 * largest forward of a stage
-    backward    M * (I + S) + invariant + G + (I + S) + 2 * I + 1.1 * largest backward of a stage
+    forward     M * (I + S) + invariant + (I + S) + I + 1.1 * F
+    backward    M * (I + S) + invariant + G + (I + S) + 2 * I + 1.1 * B
 
     M            number of micro-batches
-    I            bytes that a stage receives per micro-batch, the largest of any stage
-    S            bytes that a stage keeps per micro-batch, the largest of any stage
-    G            bytes of a stage's gradients, the largest of any stage
+    I            bytes that a stage receives per micro-batch
+    S            bytes that a stage keeps per micro-batch
+    G            bytes of a stage's gradients, which are accumulated in place
+    F, B         bytes of the results and temporaries of a stage's forward and backward
     invariant    bytes of arrays that the compiler creates before the loops, such as 16-bit copies of all weights
 
-A stage is a branch of a conditional, which has its own arrays for results. A forward creates the arrays that it keeps
-as results. They are then copied into one of M slots, one for each micro-batch. A backward reads a copy of the slot. A
-received tensor exists at the same time as a sent one. Gradients are accumulated in place. These rules were read from
-the compiler's assignment of buffers (jax 0.10.2, libtpu 0.0.52). The factor 1.1 accounts for gaps between arrays of
-different sizes, in addition to the gaps within a stage (`planner.tpu.stage_memory`).
+I, S, G, F and B are the largest values of any stage. A stage is a branch of a conditional, which has its own arrays for
+results. The terms were read from the compiler's assignment of buffers (jax 0.10.2, libtpu 0.0.52):
 
-If stages have arrays of different shapes, slots are used only if they take at most 1.5 times the memory of the largest
-stage's arrays. Otherwise arrays are concatenated to vectors without padding (`planner.tpu.slots`). Measured errors are
-in docs/measurements/tpu-composition.md.
+    M * (I + S)    one slot per micro-batch, for what its forward receives and keeps
+    I + S          copy of one slot: a forward creates these arrays before it fills the slot, a backward reads a copy
+    I, 2 * I       sent and received tensors, which exist at the same time
+    1.1            gaps between arrays of different sizes, in addition to gaps in a stage (`planner.tpu.stage_memory`)
+
+If stages have arrays of different shapes, slots may waste memory. If they took more than 1.5 times the memory of the
+largest stage's arrays, arrays are instead concatenated to vectors without padding (`planner.tpu.slots`). Measured
+errors are in docs/measurements/tpu-composition.md.
 """
 
 from collections.abc import Collection, Iterable, Sequence

@@ -66,8 +66,8 @@ def shared_slots(stages: Sequence[Sequence[ArrayKind]]) -> SharedSlots:
 def _loop_bytes(stages: Sequence[Sequence[ArrayKind]], kind: str) -> int:
     """Return the bytes of all slots for arrays of one type and shape.
 
-    Each stage's arrays are sorted by descending size. Slot n holds the n-th array of any stage, and is as large as the
-    largest of them.
+    Their sizes can differ, because loops store some arrays with 16 bits per number. Each stage's arrays are sorted by
+    descending size. Slot n is as large as the largest n-th array of any stage.
 
     Args:
         stages: Arrays of each stage.

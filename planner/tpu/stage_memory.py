@@ -47,7 +47,7 @@ class CompiledLayerMemory:
     carried: FloatArray
     """Bytes stored from a layer's forward to its backward."""
     level: FloatArray
-    """Highest memory during the layer's forward and backward of a micro-batch, plus `carried` of all earlier layers."""
+    """Peak memory of the layer's forward and backward for one micro-batch, plus `carried` of all earlier layers."""
     narrowed: FloatArray
     """16-bit copies of weights for matmuls, which a loop over micro-batches stores."""
     narrowed_input: FloatArray
@@ -58,8 +58,8 @@ class CompiledLayerMemory:
     """Bytes, in their own shape, of arrays that loops store flattened. A backward restores this shape temporarily.
     Gaps between arrays are not included."""
     waiting: FloatArray
-    """Padding of arrays kept for the backward, which exists until loops store them flattened. Gaps between arrays are
-    not included."""
+    """Padding of arrays kept for the backward. It exists until a loop stores the arrays flattened. Gaps between arrays
+    are not included."""
     laid_out: FloatArray
     """Copy of one micro-batch of the first layer's input, in the layout that the layer needs."""
     arrays: tuple[ProgramArrays, ...]
@@ -87,7 +87,7 @@ class CompiledStageMemory:
     padding: FloatArray
     """Padding of parameters and gradients, and a copy of the first layer's input in the layout that the layer needs."""
     waiting: FloatArray
-    """Padding of arrays kept for the backward, which exists until loops store them flattened."""
+    """Padding of arrays kept for the backward. It exists until a loop stores the arrays flattened."""
 
     def parts(self, s: StageTable, recompute: Recompute, *, in_flight: int) -> MemoryParts:
         """Return the memory parts of stages that are compiled as one executable each.

@@ -131,7 +131,7 @@ class JaxTraining:
         print(f"wrote {path}{text}", flush=True)
 
     def compiled_memory(self) -> CompiledMemory:
-        """Return the memory that the compiler reports for the step on the chips of `--compile`.
+        """Return the memory that the compiler reports for the step on the TPU that `train_jax.py --compile` names.
 
         Raises:
             OutOfMemoryError: The step needs more memory than the chips have.
@@ -145,10 +145,11 @@ class JaxTraining:
         return CompiledMemory(held, memory.temp_size_in_bytes)
 
     def print_memory(self, predicted_bytes: int, plan_bytes: int) -> ExitCode:
-        """Compile the step for the chips of `--compile`. Print its memory, the prediction, and whether the step fits.
+        """Compile the step for the TPU that `train_jax.py --compile` names. Print its memory, and whether it fits.
 
-        `predicted_bytes` is the predicted memory of every device, `plan_bytes` the plan's memory limit. The result is
-        `NO` if the step needs more memory than this limit, or than the chip has for programs; otherwise `OK`.
+        `predicted_bytes` is the predicted memory of every device, which is printed, too. `plan_bytes` is the plan's
+        memory limit. The result is `NO` if the step needs more than this limit, or more memory than programs can use
+        on the chip; otherwise `OK`.
         """
         try:
             needed = self.compiled_memory()

@@ -1,4 +1,4 @@
-"""Command line, training context and memory report of every emitted `train_jax.py`.
+"""Parts of every emitted `train_jax.py`: command line, start of the training (`jax_training`), and memory report.
 
 This module does not import jax at the top: a script that compiles for a TPU that is not attached must set options of
 jax before the import.

@@ -10,7 +10,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
-from planner.api.exploring import parts_missing_from_command, solve_command_parts
+from planner.api.exploring import notes_on_missing_options, solve_command_parts
 from planner.core.cost.costs import costs_at, covers_size
 from planner.core.cost.evaluate import Evaluation
 from planner.core.cost.partition import Partition
@@ -182,7 +182,7 @@ def question(seed: int) -> Case:
         profile=profile,
         micro_batches=counts,
         command=tuple(solve_command_parts(plan, profile)),
-        caveats=tuple(parts_missing_from_command(plan)),
+        caveats=tuple(notes_on_missing_options(plan)),
     )
     return Case(asked)
 

@@ -205,7 +205,7 @@ _RECORDED: Final = {n: of.recorded for n, of in _SOLVER_OPTIONS.items() if of is
 
 
 def recorded_values(options: SolverOptions) -> dict[str, Any]:
-    """Return the fields of `Inputs` that have the value of an option: a dict from field name to value.
+    """Return the values of those fields of `Inputs` that depend on a single option, by name of the field.
 
     Raises:
         UsageError: The value of an option is invalid.
@@ -214,7 +214,10 @@ def recorded_values(options: SolverOptions) -> dict[str, Any]:
 
 
 def recorded_texts(inputs: Inputs) -> tuple[tuple[str, str], ...]:
-    """Return the options of a request that differ from their defaults, such as `("--replicas", "2")`."""
+    """Return options such as `("--replicas", "2")` for the fields of `inputs` that depend on a single option.
+
+    Options that have their default are left out.
+    """
     defaults = {field.name: field.default for field in fields(Inputs)}
     values = {name: getattr(inputs, name) for name in _RECORDED}
     return tuple(

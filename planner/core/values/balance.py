@@ -44,7 +44,7 @@ class RunPrediction:
     plan: str = "plan.yaml"
     profile: str = "profile.yaml"
     solve: tuple[str, ...] = ()
-    """Options of `solve` that repeat the plan's request, each with its value.
+    """Options of `solve` that make the plan again, each with its value.
 
     Options whose values come from a calibration, and `--calibration` itself, are left out.
     """

@@ -1,8 +1,8 @@
-"""Launcher for Kubernetes: a `TrainJob` of Kubeflow Trainer 2.2 or later (trainer.kubeflow.org/v1alpha1).
+"""Launcher for Kubernetes: a `TrainJob` of Kubeflow Trainer (trainer.kubeflow.org/v1alpha1).
 
 The job uses Trainer's `torch-distributed` runtime. The runtime's torch plugin sets the environment variables of
-`torchrun`: the number of nodes, the node's index, and the address of the first node. Volumes are added to the job's
-pods by a patch, in a field that had another name before release 2.2.
+`torchrun`: the number of nodes, the node's index, and the address of the first node. The job needs Trainer 2.2 or
+later, because it adds volumes to its pods in the field `runtimePatches`. In earlier releases, it has another name.
 """
 
 import json

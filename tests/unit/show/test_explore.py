@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import planner
-from planner.api.exploring import parts_missing_from_command
+from planner.api.exploring import notes_on_missing_options
 from planner.api.options.solving import SolverOptions
 from planner.api.solver_request import request_of
 from planner.core.errors import StaleError
@@ -237,7 +237,7 @@ def test_explorer_explains_that_it_recomputes_whole_stages_only(recomputed: tupl
     planned = plan(recomputed=recomputed)
     layered = replace(planned, inputs=replace(planned.inputs, recompute="layers"))
     assert "some layers of a stage; this page recomputes whole stages only" in Page(explore_html(asked(layered))).words
-    assert "`--recompute layers`" in " ".join(parts_missing_from_command(layered))
+    assert "`--recompute layers`" in " ".join(notes_on_missing_options(layered))
     plain = plan()
     assert "some layers of a stage" not in Page(explore_html(asked(plain))).words
-    assert not [*parts_missing_from_command(plain)]
+    assert not [*notes_on_missing_options(plain)]

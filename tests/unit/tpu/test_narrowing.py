@@ -12,7 +12,7 @@ from planner.model import load_module
 from planner.model.load import LoadedModel
 from planner.profile.structure import find_chain
 from planner.profile.units import trace_layers
-from planner.tpu.compiler import unit_function
+from planner.tpu.compiler import jax_function_of_layer
 
 pytestmark = pytest.mark.skipif(find_spec("torchax") is None, reason="needs the extra: pip install 'gpipe-plan[tpu]'")
 
@@ -85,7 +85,7 @@ def test_operands_of_products_only_are_found_in_layers() -> None:
     loaded = model()
     chain, lean = find_chain(loaded, torch.device("cpu"))
     units, inputs = trace_layers(chain, loaded, 4, torch.device("cpu"), ghosts=lean)
-    functions = [unit_function(unit, inputs[unit.digest]) for unit in units]
+    functions = [jax_function_of_layer(unit, inputs[unit.digest]) for unit in units]
     readers = [matmul_operands_of(function, split_layer(function)) for function in functions]
     assert [reader.inputs[0] for reader in readers] == [True, False, False, True]
     assert [reader.inputs_in_backward[0] for reader in readers] == [True, False, True, True]

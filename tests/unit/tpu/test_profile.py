@@ -247,7 +247,7 @@ def test_a_layer_that_fails_to_compile_keeps_the_traceback_of_its_process(monkey
     def fails_here(*_: Any) -> Any:
         raise IndexError("tuple index out of range")
 
-    monkeypatch.setattr(tpu, "unit_function", fails_here)
+    monkeypatch.setattr(tpu, "jax_function_of_layer", fails_here)
     monkeypatch.setattr(tpu, "_num_workers", lambda _: 1)
     compiler = Compiler("v2", accelerator("tpu:v2"), tmp_path)
     work = partial(compiler._compiled_unit, *job)
