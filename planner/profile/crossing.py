@@ -4,8 +4,8 @@ In forward, a layer's input has the memory of the previous layer's output. In ba
 has the memory of the gradient of the next layer's input.
 
 Only the memory is passed, not the values. Before each pass, inputs are set to their traced values, and gradients to
-ones. Otherwise, after many layers with random parameters, values may become NaN, or so small (denormal) that a CPU
-takes a hundred times as long for them.
+ones. Otherwise, values may become NaN after many layers with random parameters. They may also become so small
+(denormal) that a CPU takes a hundred times as long for them.
 """
 
 from collections.abc import Iterable, Sequence

@@ -30,7 +30,7 @@ class MeasuredCosts:
     """Cost of the optimizer for each layer. Layers with equal digests may differ in this cost, because their parameters
     may be in different groups of the optimizer."""
     optimizer_boundary_peaks: Sequence[int]
-    """For each layer: transient bytes of the optimizer when it moves on from the previous layer to this layer."""
+    """For each layer, the temporary bytes of updating it right after the previous layer."""
     flops: Mapping[str, int]
     """Number of floating-point operations of a forward at the smallest micro-batch size."""
     times: Mapping[LayerKey, LayerTimes]

@@ -6,8 +6,8 @@
 - Inputs are copies that are no leaves of the autograd graph, because autograd forbids layers to write into leaves.
 - Output gradients are created inside the backward, as within a stage. No other reference keeps them in memory.
 - Under autocast, micro-batches share copies of weights. These are counted separately (`measure_weight_casts`).
-- Backward is measured without parameter gradients, which it then allocates, and with gradients, to which it adds. Both
-are measured again while outputs and their gradients stay in memory, as the executor keeps them at the end of a stage.
+- Backward is measured twice: without parameter gradients, so that it allocates them, and with gradients, to which it
+adds. Both measurements are repeated with outputs and their gradients in memory, as at the end of a stage.
 - To find out which inputs and outputs backward keeps, all other references to them are dropped. A storage that then
 still exists is kept.
 """
@@ -241,8 +241,9 @@ def _boundaries(
 
 
 def _relayed(unit: LayerToMeasure, received: MeasurementInput, sources: Sequence[int]) -> list[bool]:
-    """Return, for each output, True if it is an input whose gradient, if any, is the tensor of the output's gradient.
+    """Return, for each output, True if it is an unchanged input of the layer.
 
+    Both then have the same storage. If the output has a gradient, its storage is also that of the input's gradient.
     `sources[n]` is the index of the input with the same storage as output n, or a number that is no input's index.
     """
     leaves = received.new_leaf_copies()

@@ -112,7 +112,7 @@ def profile_model(
 def check_optimizer_of(loaded: LoadedModel, device: str) -> None:
     """Raise an error if a model's optimizer or gradient hooks cannot work on stages.
 
-    The optimizer runs on the CPU, so that this process does not use CUDA yet. The equivalence check forks it later.
+    The optimizer runs on the CPU, because this process must not use CUDA before the equivalence check forks it.
 
     Raises:
         ModelError: The model cannot be built, or its optimizer or a hook is refused (`check_optimizer`, `check_hooks`).

@@ -28,7 +28,7 @@ class ProfilerOptions:
     """Time in seconds after which no further repeats start. With 0, the profiler times the minimum number of repeats
     and does not warn that times are uncertain."""
     skip_failing_sizes: bool = False
-    """True to leave out micro-batch sizes that do not fit in memory or are too small for a layer; False to raise an
+    """True to leave out micro-batch sizes that do not fit in memory or are too small for a layer. False to raise an
     error."""
 
 

@@ -3,9 +3,9 @@
 The backward is timed as a whole, and split into the passes I and W.
 
 All layers are timed once, then all a second time, and so on. If the machine slows down for a while, this affects all
-layers alike. This order also gives the cache the same content as in training: other layers run between two runs of one
-layer, and replace its parameters in the cache. So layers with equal operators take turns. If only one of them ran, its
-parameters would stay in the cache.
+layers alike. This order also gives the cache the same content as in training: between two runs of a layer, other layers
+replace its parameters in the cache. So layers with equal operators take turns. If only one of them ran, its parameters
+would stay in the cache.
 """
 
 import gc
@@ -176,7 +176,7 @@ def measured_split_times(samples: Sequence[tuple[float, float]], whole: LayerTim
 
 
 def layers_exceeding_cache(units: Sequence[LayerToMeasure], digest: str) -> list[LayerToMeasure]:
-    """Return enough layers with this digest to exceed the cache with their parameters; if all fit in it, return all."""
+    """Return so many layers with this digest that their parameters exceed the cache; if there are too few, all."""
     equal = [unit for unit in units if unit.digest == digest]
     size = equal[0].parameter_bytes
     return equal[: 1 + CACHE_BYTES // size] if size else equal[:1]

@@ -78,7 +78,7 @@ class EstimatedBackend:
         self._absent = absent
 
     def describe(self) -> Device:
-        """Return the GPU as in its data sheet. The memory kept from tensors (`reserve_bytes`) is an assumption."""
+        """Return the GPU as in its data sheet. `reserve_bytes`, the memory that tensors cannot use, is assumed."""
         return Device(
             kind=Cuda.name,
             name=self._absent.full_name,
@@ -108,7 +108,7 @@ class EstimatedBackend:
             )
 
     def measure(self, task: ProfilingTask) -> BackendResult:
-        """Estimate the costs at each micro-batch size. Of layers with equal operators, only the first is estimated."""
+        """Estimate the costs of layers at each micro-batch size. Layers with equal operators are estimated once."""
         meter, clock = GhostMeter(), self.clock()
         hooks = MeasurementHooks(device=self.device, record=partial(record_memory, task=task, meter=meter))
         with as_ghosts_if_lean(task), GpuKernels():

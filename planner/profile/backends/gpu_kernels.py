@@ -1,4 +1,4 @@
-"""Make layers on tensors without memory (ghosts) save the tensors for backward that they would save on a GPU.
+"""Make layers on ghosts (tensors without memory) save for backward what they would save on a GPU.
 
 Without this mode, layers on ghosts save the same tensors as on a CPU. In two cases, a GPU saves less:
 

@@ -25,8 +25,8 @@ parallelism splits these as well:
 From I to W, a block keeps the inputs of its products and the gradients of their results. Whole tensors have 4bsh e
 bytes, split tensors e (4bsh + 2bsf) / t. With t = 1, f = 4h and e = 2, all these tensors together have 32bsh bytes.
 
-The papers' formulas include no temporary tensors. This module adds two: a second copy of the head's logits, and the
-gradient of a layer's largest weight before autograd adds this gradient to the gradients of earlier micro-batches.
+The papers' formulas include no temporary tensors. This module adds two. One is a second copy of the head's logits. The
+other is the gradient of a layer's largest weight, before autograd adds it to the gradients of earlier micro-batches.
 
 Each product whose inputs are split among the t devices is followed by an all-reduce of bsh e bytes. Each block has two
 all-reduces in forward and two in backward. The embedding has one in forward, the head has one in backward. With

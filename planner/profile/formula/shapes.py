@@ -83,7 +83,10 @@ class Attention:
     latent: LatentRanks | None = None
 
     def total_key_value_heads(self, devices: int) -> int:
-        """Return the number of key-value heads on all devices: with fewer heads than devices, one copy per device."""
+        """Return the number of key-value heads on all devices together.
+
+        If there are fewer heads than devices, each device has a copy of one head.
+        """
         return max(self.key_value_heads, devices)
 
     @property
