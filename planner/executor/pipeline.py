@@ -168,8 +168,9 @@ class Pipeline:
         if is_divided and build is not self.model.build_optimizer:
             check_optimizer(build, whole, self.device)  # the profile had another optimizer
         optimizer = WholeModelOptimizer(build, whole).build_for(self._assembly.parameter_pairs())
-        hide_process_group_in_step(optimizer, optimizer_step_check(optimizer, build, whole) if is_divided else None)
-        self._trainer.record_learning_rates(optimizer)
+        check = optimizer_step_check(optimizer, build, whole) if is_divided else None
+        begin, end = self._trainer.record_optimizer(optimizer)
+        hide_process_group_in_step(optimizer, [begin] if check is None else [begin, check], end)
         return optimizer
 
     def named_tensors(self) -> dict[str, Tensor]:
@@ -205,7 +206,13 @@ class Pipeline:
         Raises:
             UsageError: The loader is not the one that a resumed run had, or it is empty.
         """
-        yield from self._mini_batches.batches_of_steps(self.step_index, steps, loader)
+        batches = self._mini_batches.batches_of_steps(self.step_index, steps, loader)
+        # The loader draws random numbers only after the check. No variable may hold a mini-batch through its step.
+        yield from iter(lambda: self._next_of(batches), None)
+
+    def _next_of(self, batches: Iterator[Batch]) -> Batch | None:
+        self._trainer.check_draws()
+        return next(batches, None)
 
     def own_part(self, inputs: Any, targets: Any) -> Batch:
         """Return this rank's part of a mini-batch that every rank has: the samples of its replica.

@@ -1,6 +1,6 @@
 """Training steps and evaluations with the stages of one process."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
@@ -31,6 +31,7 @@ from planner.executor.run.parts import MiniBatchPart, micro_batches_of
 from planner.executor.run.random_state import StepSeeds, keeping_random_state
 from planner.executor.run.relay import MetricsRelay
 from planner.executor.run.same_batch import NO_CHECKSUMS
+from planner.executor.run.script_changes import ScriptChanges
 from planner.executor.watch.activity import ANY
 from planner.model.autocast import autocast_dtype
 from planner.model.load import Batch
@@ -44,9 +45,10 @@ class Trainer:
     ) -> None:
         self._job, self._assembly, self._mini_batches = job, assembly, mini_batches
         self._groups, self._recorder = assembly.groups, assembly.recorder
-        self._agreement = PhaseAgreement(job.place, assembly.groups, job.device, job.activity)
         self._relay = MetricsRelay(job.place, assembly.groups, job.device)
         self._parameters = dict(assembly.named_parameters())
+        self._script = ScriptChanges(self._parameters.values() if job.place.num_devices > 1 else [])
+        self._agreement = PhaseAgreement(job.place, assembly.groups, job.device, job.activity, script=self._script)
         self._frozen = [name for name, parameter in self._parameters.items() if not parameter.requires_grad]
         """Parameters that were frozen in the plan and in the last forward."""
         is_float16 = autocast_dtype(job.balance.dtype) == torch.float16
@@ -83,17 +85,34 @@ class Trainer:
         with self._recorder.step():
             loss = self._compute(self._agree_on_phase("step", pieces))
             with self._recorder.optimizer(stage=self._job.place.stages[0]), self._norms():
+                self._script.begin_block()
                 yield loss
+        self._script.end_block()
         self.step_index += 1
         if self._hook is not None:
             self._hook.call(self._step_record(loss))
 
-    def record_learning_rates(self, optimizer: torch.optim.Optimizer) -> None:
-        """Include the optimizer's learning rates in the records of steps, as long as the optimizer exists."""
-        self._optimizers.append(ref(optimizer))
+    def record_optimizer(self, optimizer: torch.optim.Optimizer) -> tuple[Callable[[], None], Callable[[], None]]:
+        """Include the optimizer in the records of steps, as long as it exists.
+
+        Returns:
+            Functions to call before and after each of its steps.
+        """
+        held = ref(optimizer)
+        self._optimizers.append(held)
+        # Other optimizers may set rates in `step()`, and only those of groups that are not empty on this rank.
+        num_groups = len(optimizer.param_groups) if type(optimizer).__module__.startswith("torch.optim") else 0
+
+        def begin() -> None:
+            optimizer = held()
+            groups = [] if optimizer is None else optimizer.param_groups[:num_groups]
+            self._script.begin_optimizer_step([g["lr"] for g in groups if isinstance(g.get("lr"), float)])
+
+        return begin, self._script.end_optimizer_step
 
     def clip_gradients(self, max_norm: float) -> float:
         """Clip all gradients by their Euclidean norm over all stages, and return the norm before clipping."""
+        self._script.check_draws()
         elsewhere = {id(parameter) for parameter in self._assembly.tied.counted_elsewhere}
         trained = [parameter for parameter in self._parameters.values() if parameter.grad is not None]
         counted = [p.grad for p in trained if p.grad is not None and id(p) not in elsewhere]
@@ -105,6 +124,7 @@ class Trainer:
         self._job.activity.begin("between steps")
         norm: Tensor = squares.sqrt()
         torch.nn.utils.clip_grads_with_norm_(trained, max_norm, norm.float())
+        self._script.begin_block()
         return float(norm)
 
     def evaluate(self, batch: Batch, metrics: Metrics | None, *, outputs: bool) -> EvaluationResult:
@@ -115,6 +135,7 @@ class Trainer:
             metrics: Function that returns numbers by name for an output and a target; None for the loss only.
             outputs: If true, also return the model's outputs.
         """
+        self._script.ignore_draws()
         parts = self._mini_batches.parts_of_any_size(batch)
         observed = MetricsCollector(metrics, keeps_outputs=outputs)
         agreed = self._agree_on_phase("evaluation" if metrics is None else "evaluation with metrics", [parts])
@@ -128,6 +149,10 @@ class Trainer:
         means = {name: total / samples for name, total in zip(names, sums, strict=True)}
         return EvaluationResult(loss=loss, metrics=means, outputs=observed.outputs())
 
+    def check_draws(self) -> None:
+        """Raise a `UsageError` if the script has drawn random numbers and changed weights after the last step."""
+        self._script.check_draws()
+
     def check_same_phase(self, phase: Literal["checkpoint", "end"]) -> None:
         """Check that all ranks are in the same phase, and that all copies of tied parameters are equal.
 
@@ -138,6 +163,7 @@ class Trainer:
         """
         if phase == "end" and self._agreement.has_ended:
             return
+        self.check_draws()
         self._agreement.check_and_sum(phase, self.step_index)
         self._assembly.tied.check_equal()
         self._job.activity.begin("between steps")

@@ -4,7 +4,7 @@ Much code has branches such as `if dist.is_initialized(): dist.all_reduce(center
 layers. They would never join this operation, so this rank would wait for them forever.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from types import MethodType
@@ -25,16 +25,26 @@ def hide_process_group() -> Iterator[None]:
         dist.group.WORLD = world
 
 
-def hide_process_group_in_step(optimizer: torch.optim.Optimizer, before: Callable[[], None] | None = None) -> None:
-    """Hide the process group in every `step()` of an optimizer, and in `before`, which is called before each step."""
+def hide_process_group_in_step(
+    optimizer: torch.optim.Optimizer, before: Sequence[Callable[[], None]], after: Callable[[], None]
+) -> None:
+    """Hide the process group in every `step()` of an optimizer.
+
+    Args:
+        optimizer: Optimizer to change.
+        before: Functions to call before each step. The process group is hidden in them, too.
+        after: Function to call after each step.
+    """
     step = optimizer.step
 
     @wraps(step)
     def hidden_step(_self: Any, *args: Any, **kwargs: Any) -> Any:
         with hide_process_group():
-            if before is not None:
-                before()
-            return step(*args, **kwargs)
+            for call in before:
+                call()
+            result = step(*args, **kwargs)
+            after()
+            return result
 
     # Schedulers of learning rates expect a bound method.
     optimizer.step = MethodType(hidden_step, optimizer)  # type: ignore[method-assign]

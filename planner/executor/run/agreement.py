@@ -1,6 +1,7 @@
 """Check that all ranks begin the same phase: a step, an evaluation, a checkpoint, or the end of their loops.
 
-    position 0 -> position 1 -> ... -> position K - 1    phase, step, sizes and checksums of the mini-batches
+    position 0 -> position 1 -> ... -> position K - 1    phase, step, sizes and checksums of the mini-batches,
+                                                         and what the script has done in the steps so far
     last stages of replicas 0 to R - 1, all-reduce       phase, step, number of items in the loss
 
 K is the number of devices of a pipeline, R the number of replicas. The items of a loss, such as samples or tokens, are
@@ -21,6 +22,7 @@ from planner.core.values.units import pluralize
 from planner.executor.run.placement import ProcessGroups, ProcessPlace
 from planner.executor.run.relay import start_transfer
 from planner.executor.run.same_batch import NO_CHECKSUMS, BatchChecksums
+from planner.executor.run.script_changes import NO_RECORD, ScriptChanges, ScriptRecord
 from planner.executor.run.transfers import wait_for_all
 from planner.executor.watch.activity import ANY, RankActivity
 
@@ -86,13 +88,21 @@ class PhaseAgreement:
         groups: Process groups of this process.
         device: Device of the messages.
         activity: Activity of this rank, for error messages.
+        script: Changes that the script makes on this rank.
     """
 
     def __init__(
-        self, place: ProcessPlace, groups: ProcessGroups, device: torch.device, activity: RankActivity
+        self,
+        place: ProcessPlace,
+        groups: ProcessGroups,
+        device: torch.device,
+        activity: RankActivity,
+        *,
+        script: ScriptChanges,
     ) -> None:
-        self._place, self._groups, self._activity = place, groups, activity
-        self._own = torch.zeros(2 + _NUM_SIZES + len(NO_CHECKSUMS), dtype=torch.float64, device=device)
+        self._place, self._groups, self._activity, self._script = place, groups, activity, script
+        length = 2 + _NUM_SIZES + len(NO_CHECKSUMS) + len(NO_RECORD)
+        self._own = torch.zeros(length, dtype=torch.float64, device=device)
         self._received = torch.zeros_like(self._own)
         self._sending: list[dist.Work] = []
         self.has_ended = False
@@ -122,7 +132,8 @@ class PhaseAgreement:
             On the last stage, the sum of `count` over all replicas.
 
         Raises:
-            TrainingError: Another rank begins another phase, step, or mini-batch.
+            TrainingError: Another rank begins another phase, step, or mini-batch, or its script has done something
+                else in earlier steps.
         """
         is_alone = self._place.num_devices * self._place.num_replicas == 1
         if is_alone or (self.has_ended and phase == "end"):
@@ -149,7 +160,8 @@ class PhaseAgreement:
         if place.position > 0:
             previous = place.rank_of(place.position - 1)  # stage k < K is on device k, in a loop and in a V
             wait_for_all(start_transfer(dist.irecv, self._received, previous, group))
-            received = _BegunPhase.read(self._received.tolist())
+            *numbers, count, rates, factor, other = self._received.tolist()
+            received = _BegunPhase.read(numbers)
             if received._replace(checksums=begun.checksums) != _BegunPhase.read(begun.numbers):
                 raise self._disagreement(begun, received, previous, has_more=place.position > 1)
             if received.checksums.differ_from(begun.checksums):
@@ -159,9 +171,10 @@ class PhaseAgreement:
                     hint="pass the loader to `pipeline.batches`, so that all ranks draw the same random numbers for it",
                 )
             begun = begun._replace(checksums=begun.checksums.completed_by(received.checksums))
+            self._script.compare(ScriptRecord(int(count), int(rates), factor, other), place.rank, previous)
         if place.position + 1 < place.num_devices:
             self.wait_until_sent()  # the previous message, which the next rank has received by now
-            self._own.copy_(torch.tensor(begun.numbers, dtype=torch.float64))
+            self._own.copy_(torch.tensor([*begun.numbers, *self._script.record], dtype=torch.float64))
             self._sending = start_transfer(dist.isend, self._own, place.rank_of(place.position + 1), group)
 
     def _compare_replicas(self, begun: _BegunPhase, count: float) -> float:

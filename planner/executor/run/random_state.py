@@ -8,6 +8,7 @@ so data that a script shuffles have the same order on every rank.
 # ruff: noqa: NPY002 - the global generator is what a script draws from
 
 import random
+import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -124,6 +125,20 @@ def keeping_random_state() -> Iterator[None]:
         np.random.set_state(numpy)
         if of_device is not None and device_state is not None:
             of_device.set_state(device_state)
+
+
+def checksum_of_generators() -> int:
+    """Return a checksum of the states of torch's generators, also that of the device, and of NumPy's.
+
+    Python's generator is not included: threads of libraries draw from it, for example delays between requests.
+    """
+    of_device = _device_generator()
+    states = [torch.get_rng_state(), *([] if of_device is None else [of_device.get_state()])]
+    _, key, position, *_ = cast("tuple[Any, ...]", np.random.get_state(legacy=True))
+    checksum = zlib.crc32(key.tobytes(), position)
+    for state in states:
+        checksum = zlib.crc32(state.numpy().tobytes(), checksum)
+    return checksum
 
 
 def _device_generator() -> torch.Generator | None:

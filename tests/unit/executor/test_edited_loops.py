@@ -122,12 +122,30 @@ with pipeline_script(os.environ["BALANCE"], given) as pipeline:
             [parameter.requires_grad_(True) for parameter in parameters]
         model.FACTOR = {"factor": 2.0, "ramp": 1.0 + pipeline.step_index}.get(what, 1.0)
         before = [parameter.detach().clone() for parameter in parameters]
+        shuffled = torch.randperm(8) if what == "by name" else None
         with pipeline.step(inputs, targets) as loss:
             if what == "clip":
                 clip_grad_norm_(parameters, 0.1)
             if what == "clip each":
                 [clip_grad_norm_(parameter, 0.1) for parameter in parameters]
                 [clip_grad_norm_(layer.parameters(), 0.1) for layer in pipeline.modules[0].children()]
+            gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+            total = float(torch.cat([torch.zeros(1), *[gradient.flatten() for gradient in gradients]]).norm())
+            if what == "own norm":
+                [gradient.mul_(min(1.0, 0.05 / total)) for gradient in gradients]
+            if what == "own rate":
+                optimizer.param_groups[0]["lr"] = 0.1 / (1 + total)
+            if what == "sharpness":
+                with torch.no_grad():
+                    [parameter.add_(parameter.grad, alpha=0.05 / total) for parameter in parameters]
+            if what == "gradient noise":
+                [gradient.add_(torch.randn_like(gradient)) for gradient in gradients]
+            if what == "own skip" and step == 1 and pipeline.is_last:
+                continue
+            if what == "by name":
+                [p.grad.mul_(0.1) for name, p in pipeline.named_parameters() if name < "2"]
+                [gradient.mul_(0.5**step) for gradient in gradients]
+                [gradient.clamp_(-0.5, 0.5) for gradient in gradients]
             for each in (second, optimizer) if what == "second" else (optimizer,):
                 each.step()
             optimizer.zero_grad()
@@ -135,6 +153,10 @@ with pipeline_script(os.environ["BALANCE"], given) as pipeline:
         if what == "noise":
             with torch.no_grad():
                 [parameter.add_(0.01 * torch.randn_like(parameter)) for parameter in parameters]
+        if what == "tied noise":
+            generator = torch.Generator().manual_seed(pipeline.rank)
+            with torch.no_grad():
+                [parameter.add_(torch.randn(parameter.shape, generator=generator)) for parameter in parameters]
         if what == "rename" and step == 0:
             torch.nn.utils.parametrizations.weight_norm(next(pipeline.modules[0].children()))
         moved = sum(not torch.equal(old, new) for old, new in zip(before, parameters))
@@ -199,6 +221,33 @@ def test_clipping_by_the_norm_of_one_rank_is_refused(folder: Path) -> None:
     assert "pipeline.clip_gradients(max_norm)" in output
 
 
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("own norm", "multiplied the gradients of its parameters by another number than on rank 0"),
+        ("sharpness", "added another multiple of the gradients to its parameters than on rank 0"),
+        ("own rate", "rank 1 had other learning rates than rank 0 when it called `optimizer.step()`"),
+        ("own skip", "rank 1 has called `optimizer.step()` 1 times, and rank 0 2 times"),
+    ],
+)
+def test_decisions_by_values_of_one_rank_are_refused(folder: Path, what: str, says: str) -> None:
+    """Each rank would scale or skip by another norm, so the result would not be that of a plain loop."""
+    output = refusal(folder, what, "two", 4)
+    assert says in output
+    assert "step 3: loss" not in output
+
+
+@pytest.mark.parametrize("what", ["noise", "gradient noise"])
+def test_noise_in_the_order_of_the_parameters_is_refused(folder: Path, what: str) -> None:
+    """The two ranks have as many parameters, so the states of their generators remain equal."""
+    assert "the script draws random numbers while it changes weights or gradients" in refusal(folder, what)
+
+
+def test_scripts_may_scale_gradients_by_name_and_step(folder: Path) -> None:
+    """The script also clamps them by value, and draws random numbers in another step than it changes weights."""
+    assert "step 3: loss" in train(folder, "by name", "two", 4)
+
+
 def test_single_gradients_and_single_layers_may_be_clipped(folder: Path) -> None:
     assert "step 1: loss" in train(folder, "clip each")
 
@@ -261,7 +310,9 @@ def test_scripts_must_change_copies_of_a_tied_parameter_alike(folder: Path) -> N
     case = Case(model=folder / "model.py", balance=(2, 2), settings=(("tied", 1),))
     write_balance(case, folder / "tied.yaml")
     train(folder, "plain", "tied")
-    assert 'the copies of "0.weight", which layers on several ranks share, differ' in refusal(folder, "noise", "tied")
+    assert 'the copies of "0.weight", which layers on several ranks share, differ' in refusal(
+        folder, "tied noise", "tied"
+    )
 
 
 @pytest.mark.parametrize(("what", "counts"), [("shared", 0), ("plain", 2)])

@@ -35,7 +35,7 @@ def test_a_step_sees_no_group_and_is_counted_by_schedulers() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
     optimizer.register_step_post_hook(lambda *_: seen.append(dist.is_initialized()))
     before = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
-    hide_process_group_in_step(optimizer)
+    hide_process_group_in_step(optimizer, [], lambda: None)
     after = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
     optimizer.step()
     before.step()

@@ -1,0 +1,201 @@
+"""Find changes that an edited script makes with values of one rank, where a plain loop has values of all parameters.
+
+If a script scales gradients or skips a step by a norm over the gradients of one rank, each rank does so by another
+norm. Each rank therefore records what the script did in a step, and sends the record to the next rank before the next
+phase (`agreement`). Random numbers that a script draws for one parameter after the other differ from those of a plain
+loop, too. A rank detects by itself that its script draws random numbers while it changes weights or gradients.
+
+To save time and memory, a few elements of a few parameters are compared.
+"""
+
+import math
+import zlib
+from collections.abc import Iterable, Sequence
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from planner.core.errors import TrainingError, UsageError
+from planner.executor.run.random_state import checksum_of_generators
+from planner.model.layout import in_memory_order
+
+_NUM_PARAMETERS = 8
+"""Number of parameters that are compared."""
+_NUM_ELEMENTS = 8
+"""Number of elements of a parameter that are compared."""
+_ROUNDING = 0.01
+"""Largest relative difference of two factors that may be due to rounding, also in bfloat16."""
+_SMALL = 1e-3
+"""Gradients that are smaller than this share of the largest one are too inaccurate to compute a factor."""
+
+_HINT = (
+    "decide by values that all ranks have: the loss, or the norm that `pipeline.clip_gradients(max_norm)` returns "
+    "(with `math.inf`, it does not clip)"
+)
+
+
+class ScriptRecord(NamedTuple):
+    """Numbers about what the script has done on one rank."""
+
+    optimizer_steps: int = 0
+    """Number of calls of `step()` of all optimizers."""
+    rates: int = 0
+    """Checksum of the learning rates in these calls."""
+    gradient_factor: float = 0.0
+    """Factor by which the script has multiplied all gradients of the last step; 0 if there is no such factor."""
+    weight_factor: float = 0.0
+    """Factor of all gradients of the last step that the script has added to weights; 0 if there is no such factor."""
+
+
+NO_RECORD: Final = ScriptRecord()
+
+_FACTORS = {
+    "gradient_factor": "multiplied the gradients of its parameters by another number",
+    "weight_factor": "added another multiple of the gradients to its parameters",
+}
+
+
+class ScriptChanges:
+    """Changes that the script makes on this rank.
+
+    Args:
+        parameters: Parameters of this rank.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self._parameters = list(parameters)
+        self._compared: list[Tensor] = []
+        self._at_begin = self._at_mark = _Elements.of([])
+        self._at_optimizer_step: _Elements | None = None
+        self._random = 0
+        self._ratios: dict[str, float] = {}
+        """First known ratio of each factor to that of the previous rank."""
+        self.record = NO_RECORD
+
+    def begin_block(self) -> None:
+        """Store values that the script may change. Call this method before the block of a step, and after a clip."""
+        trained = [parameter for parameter in self._parameters if parameter.grad is not None]
+        self._compared = trained[:: len(trained) // _NUM_PARAMETERS + 1]
+        self._at_optimizer_step = None
+        self.ignore_draws()
+        self._at_begin = self._at_mark
+
+    def begin_optimizer_step(self, rates: Sequence[float]) -> None:
+        """Record a step of an optimizer.
+
+        Args:
+            rates: Learning rates that must be equal on all ranks.
+        """
+        self.check_draws()
+        if self._at_optimizer_step is None:
+            self._at_optimizer_step = _Elements.of(self._compared)
+        count, checksum = self.record.optimizer_steps + 1, zlib.crc32(repr(rates).encode(), self.record.rates)
+        self.record = self.record._replace(optimizer_steps=count, rates=checksum)
+
+    def end_optimizer_step(self) -> None:
+        """Store weights and gradients after the step of an optimizer."""
+        self.ignore_draws()
+
+    def end_block(self) -> None:
+        """Record the factors of the block that ends."""
+        self.check_draws()
+        before, after = self._at_begin, self._at_optimizer_step or _Elements.of(self._compared)
+        self.record = self.record._replace(
+            gradient_factor=before.common_factor(after.gradients),
+            weight_factor=before.common_factor(after.weights - before.weights),
+        )
+        self.ignore_draws()
+
+    def ignore_draws(self) -> None:
+        """Forget random numbers that were drawn by now, for example to shuffle the data of an evaluation."""
+        self._at_mark = _Elements.of(self._compared)
+        self._random = checksum_of_generators()
+
+    def check_draws(self) -> None:
+        """Raise an error if the script has drawn random numbers and changed weights or gradients.
+
+        Raises:
+            UsageError: The script did both since the last call of a method of this object.
+        """
+        random, self._random = self._random, checksum_of_generators()
+        if random == self._random or self._at_mark.is_equal(_Elements.of(self._compared)):
+            return
+        raise UsageError(
+            "the script draws random numbers while it changes weights or gradients: each rank has only some of the "
+            "parameters, and draws other numbers for them than a plain loop",
+            hint="draw the numbers for a parameter from a generator of its own: "
+            '`torch.Generator(parameter.device).manual_seed(zlib.crc32(f"{step} {name}".encode()))`',
+        )
+
+    def compare(self, other: ScriptRecord, rank: int, previous: int) -> None:
+        """Compare the record of this rank with that of the previous rank.
+
+        Raises:
+            TrainingError: The script has used values that only one rank has.
+        """
+        own = self.record
+        if own.optimizer_steps != other.optimizer_steps:
+            raise TrainingError(
+                f"rank {rank} has called `optimizer.step()` {own.optimizer_steps} times, and rank {previous} "
+                f"{other.optimizer_steps} times: the script skips steps by values of one rank's parameters",
+                hint=_HINT,
+            )
+        if own.rates != other.rates:
+            raise TrainingError(
+                f"rank {rank} had other learning rates than rank {previous} when it called `optimizer.step()`: the "
+                "script sets them by values of one rank's parameters",
+                hint=_HINT,
+            )
+        for name, action in _FACTORS.items():
+            factor, others = getattr(own, name), getattr(other, name)
+            if not factor or not others:
+                continue
+            # A ratio that does not change is no norm: a script may scale the gradients of the first layers by 0.1.
+            first = self._ratios.setdefault(name, factor / others)
+            if abs(factor / others - first) > _ROUNDING * abs(first):
+                raise TrainingError(
+                    f"in the last step, the script on rank {rank} {action} than on rank {previous} ({factor:.4g} and "
+                    f"{others:.4g}): it uses a norm over the gradients of one rank",
+                    hint=_HINT,
+                )
+
+
+class _Elements(NamedTuple):
+    weights: Tensor
+    gradients: Tensor
+    num_of_each: tuple[int, ...]
+
+    @classmethod
+    def of(cls, parameters: Sequence[Tensor]) -> "_Elements":
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            weights = [_elements_of(parameter) for parameter in parameters]
+            gradients = [
+                torch.zeros_like(weight) if parameter.grad is None else _elements_of(parameter.grad)
+                for parameter, weight in zip(parameters, weights, strict=True)
+            ]
+            empty = torch.empty(0)
+            return cls(torch.cat(weights or [empty]), torch.cat(gradients or [empty]), tuple(map(len, weights)))
+
+    def is_equal(self, other: "_Elements") -> bool:
+        return torch.equal(self.weights, other.weights) and torch.equal(self.gradients, other.gradients)
+
+    def common_factor(self, changes: Tensor) -> float:
+        """Return the number that makes gradients of at least two parameters equal to `changes`; 0 if there is none."""
+        gradients, changed = self.gradients.tolist(), changes.tolist()
+        limit = _SMALL * max(map(abs, gradients), default=0.0)
+        ratios: list[list[float]] = [[] for _ in self.num_of_each]
+        owners = (n for n, count in enumerate(self.num_of_each) for _ in range(count))
+        for owner, gradient, change in zip(owners, gradients, changed, strict=True):
+            if abs(gradient) > limit:
+                ratios[owner].append(change / gradient)
+        if sum(map(bool, ratios)) < 2:
+            return 0.0
+        lowest, highest = min(map(min, filter(None, ratios))), max(map(max, filter(None, ratios)))
+        return lowest if highest - lowest <= _ROUNDING * abs(lowest) and math.isfinite(lowest) else 0.0
+
+
+def _elements_of(tensor: Tensor) -> Tensor:
+    values = in_memory_order(torch.view_as_real(tensor) if tensor.is_complex() else tensor).contiguous()
+    length = min(_NUM_ELEMENTS, values.numel())
+    return values.as_strided((length,), (max(1, values.numel() // _NUM_ELEMENTS),))
