@@ -254,9 +254,9 @@ def _with_states(layer: LayerProfile, copies: int) -> LayerProfile:
 
 
 def smallest_limit_bytes(case: Case) -> float:
-    """Return the smallest memory limit of a device with which a plan fits on equal devices, in bytes.
+    """Return the smallest memory limit in bytes for which a plan fits, if all devices have this limit.
 
-    The reserve of the cluster is included. The result is infinite if the case's rules allow no cuts.
+    The limit includes the reserve of the cluster. It is infinite if the case's rules allow no cuts.
     """
     static = case.costs.state.always
     guess = max(1.0, float(static.sum()) / case.num_devices, float(static.max(initial=0.0)))

@@ -12,19 +12,29 @@ The chosen arcs form a path from layer 0 to layer L. The step time (`planner.cor
     h       F + q of a stage, without the recomputation in q
     D, U    time of the backward; time that optimizer steps add
 
-The maximum, D and U follow from linear constraints. The backward visits stages from the last to the first. All sums are
-over chosen arcs, of which at most one begins at layer i:
+The maximum, D and U follow from linear constraints. All sums are over chosen arcs. Exactly one chosen arc covers each
+layer, so the sum in this constraint has one term for each layer i:
 
-    A_i  = A_{i+1} + sum_{first = i} (p + C)                  all backward work of a micro-batch at layers i..L-1
-    X_i >= Z_{i+1}, (M-2) sum_{first = i} p                   (M-2) times the slowest stage or link at layers i..L-1
-    Z_i >= X_i, (M-2) sum_{first = i} C                       as X_i, but the link before layer i is included
-    D_i >= D_{i+1} + sum_{first = i} (q + C)                  end of the last micro-batch, D = D_0: it continues,
-    D_i >= A_{i+1} + sum_{first = i} (p + q + C) + X_i        or waits for earlier micro-batches at the stage,
+    largest max(F, C) >= sum_{first <= i < end} max(F, C)
+
+The backward visits stages from the last to the first. At most one chosen arc begins at layer i:
+
+    A_i   time of the backward of one of the micro-batches 0..M-2 through layers i..L-1 and their links
+    X_i   (M-2) times the slowest stage or link of layers i..L-1, without the link before layer i
+    Z_i   (M-2) times the slowest stage or link of layers i..L-1
+    D_i   end of the backward of micro-batch M-1 through layers i..L-1; D = D_0
+
+    A_i  = A_{i+1} + sum_{first = i} (p + C)
+    X_i >= Z_{i+1}
+    X_i >= (M-2) sum_{first = i} p
+    Z_i >= X_i
+    Z_i >= (M-2) sum_{first = i} C
+    D_i >= D_{i+1} + sum_{first = i} (q + C)                  micro-batch M-1 does not wait,
+    D_i >= A_{i+1} + sum_{first = i} (p + q + C) + X_i        or it waits for earlier micro-batches at the stage,
     D_i >= A_{i+1} + sum_{first = i} (p + 2 C) + Z_i          or at the link
     U   >= sum_{first = i} o - sum_{end <= i} h - 2 sum_{first <= i} C     for every i
 
-Exactly one chosen arc covers each layer. Therefore max F is at least the sum of F over the arcs that cover a layer, for
-every layer. PuLP states the program, and HiGHS solves it. Times are scaled so that a step is about 1000.
+PuLP states the program, and HiGHS solves it. Times are scaled so that a step is about 1000.
 
 Complexity: exponential in the worst case. Chains of 50 layers on 4 devices take seconds.
 """

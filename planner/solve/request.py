@@ -14,8 +14,10 @@ MOST_ACTIONS_OF_AUTO: Final = 400_000
 Solver = Literal["auto", "dp", "milp"]
 
 
-def with_width_and_replicas_of_plan(inputs: Inputs, plan: Plan, profile: Profile) -> Inputs:
-    """Return `inputs` with the plan's tensor-parallel width and replicas; unchanged if the profile has a single width.
+def limited_to_plan_width(inputs: Inputs, plan: Plan, profile: Profile) -> Inputs:
+    """Return `inputs` limited to the plan's tensor-parallel width and replicas, if the profile has several widths.
+
+    With a single width, `inputs` are returned as they are, so that a search may choose other replicas.
 
     Args:
         inputs: Inputs of a request.

@@ -8,14 +8,14 @@ are between its two corners:
     backward  |_______________________
               |      |        |           T       step time of a plan in the box
               |______|________|           f, x    forward and backward time at the lower corner
-              |      |   |    |           F, p    forward and backward time of a stage, below the upper corner
-              |      |___|____|           C       transfer time of the stage's link
+              |      |   |    |           P       least forward plus backward time of one micro-batch through all
+              |      |___|____|                   stages and links, of all partitions below the upper corner
               |      |   |    |
-              +-----------------------    T >= (M-1) f + (M-2) x + (smallest sum over stages of F + p + 2 C)
+              +-----------------------    T >= (M-1) f + (M-2) x + P
                         forward
 
-The lower bound leaves out the backward of the last micro-batch, whose time depends on recomputation. The smallest sum
-is computed as a shortest path.
+The lower bound leaves out the backward of the last micro-batch, whose time depends on recomputation. P is computed as
+a shortest path.
 
 Within a box, partial plans hardly differ. If there are few of them, the dynamic program solves the box; otherwise the
 box is divided in two. The box with the smallest lower bound is searched first. No plan in another box can be faster

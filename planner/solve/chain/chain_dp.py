@@ -109,9 +109,9 @@ class CutDynamicProgram:
         return float(self.recurrence.bound_us(tuple(empty.numbers), earlier)[0])
 
     def least_values(self) -> dict[str, float]:
-        """Return lower bounds that hold for all partitions; for example, `forward` is that of the longest forward time.
+        """Return lower bounds that hold for all partitions, by the names in `Recurrence.needs`.
 
-        The keys are the names in `Recurrence.needs`.
+        For example, no partition has a longest forward time below the value of `forward`.
         """
         return {name: float(tables[-1][self.problem.num_layers]) for name, tables in self._least.items()}
 
@@ -158,9 +158,9 @@ class CutDynamicProgram:
             most_plans: Number of partial plans to keep for each first layer; None for all. With a limit, the result may
                 not be the best partition.
             best_rank: Rank to beat, or None.
-            most_per_count: Limit on partial plans with the same number of stages.
-            enough_in_all: Limit on partial plans in total. The search ends early only if it exceeds both this limit and
-                `most_per_count`; then `CutDynamicProgram.is_exhaustive` is False.
+            most_per_count: Number of partial plans with the same number of stages, above which the search stops if
+                it also has more than `enough_in_all`. `CutDynamicProgram.is_exhaustive` is then False.
+            enough_in_all: Number of partial plans in total.
         """
         levels = [self._root()]
         best: ChainCuts | None = None

@@ -44,8 +44,9 @@ class TableWidth:
     def widen(self, upper_us: float) -> bool:
         """Increase the width, or return False if the tables have every stage of any plan faster than `upper_us`.
 
-        The width follows from a limit on the time of a stage. Each call doubles this limit while `upper_us` is
-        infinite.
+        The tables have all stages whose time is below a limit. The first call sets a low limit. If `upper_us` is
+        infinite, each later call doubles the limit. If it is finite, the second call includes all stages of faster
+        plans.
         """
         case = self.case
         limit_us = case.longest_stage_us(upper_us)

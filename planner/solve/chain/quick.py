@@ -22,12 +22,12 @@ _SIMULATIONS: Final = 4
 
 
 def quick_answers(cases: Sequence[Case], deadline: Deadline, *, upper_us: float) -> list[Answer]:
-    """Return the plans that short searches under 1F1B find.
+    """Return the plans under 1F1B that short searches find.
 
     There is at most one plan for each combination of tensor-parallel width, replicas and number of micro-batches.
 
     Args:
-        cases: Cases of a request, of any schedule.
+        cases: Cases of a request. The searches use 1F1B in place of the schedule of a case.
         deadline: Time at which the searches stop.
         upper_us: Step time that a plan must beat, in microseconds.
     """

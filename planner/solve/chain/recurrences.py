@@ -20,33 +20,36 @@ The letters are those of docs/cost-model.md:
 
 **GPipe** (exact, `planner.core.cost.step_time`):
 
-    T = sum F + sum C + (M-1) max(F, C)  +  d  +  u          d, u: of the whole plan
+    T = (M-1) f + d + u         for a partial plan of all layers
 
-The numbers are
+    f   largest forward time of a stage or link in the partial plan
+    x   largest backward time of a stage or link for micro-batches 0..M-2
+    a   time of one of these micro-batches through all stages and links, forward and backward, without waiting
+    d   time of micro-batch M-1 through all stages and links: forward without waiting, then backward with waiting
+    u   time that the optimizer steps add to the step
 
-    f   largest forward time of any stage or link so far
-    x   largest backward time so far
-    a   sum of forward and backward times so far
-    d   end of the last micro-batch's backward: d = max(d, a + (M-2) x) + q for each added stage or link, which are
-          the machines of the flow shop (see `flow_shop_us`)
-    u   time that the optimizer steps of these stages add: u = max(U, u - (F + q - R + 2 C)) for an added stage
+An added stage changes f, x and a by its F and B. It changes u to max(U, u - (F + q - R + 2 C)), and d to
+
+    max(d + F, a + (M-2) x) + q         with the new a and x; the second term is larger if micro-batch M-1 waits for
+                                          the others. If M = 1, d changes to d + F + q
+
+The link after the stage is added first, in the same way, with F = B = q = C. See also `flow_shop_us`.
 
 **1F1B** (a lower bound: the makespan is the longest of many paths, and only the most important paths are computed):
 
     g   time from the first forward to the last backward of the partial plan's first stage
     s   round trip of the first micro-batch: time from its forward to the end of its backward on the same stage
     r   round trip of the last micro-batch
-    u   time that the optimizer steps of these stages add, as under GPipe
+    u   time that the optimizer steps add to the step, as under GPipe
 
-An added stage changes s to s + 2 C + F + B, and r to r + 2 C + F + q. The new g is the largest of four times:
+An added stage changes s to s' = s + 2 C + F + B, and r to r' = r + 2 C + F + q. It changes g to the largest of
 
     M F + (M-1) B + q                       all work of the added stage
-    F + 2 C + s + (M-1) B + q + (M-w) F     the first micro-batch visits the later stages (s before the change); then
-                                              the added stage runs all backwards, and the forwards that follow them
-    floor((M-1) / w) s + r                  consecutive round trips (s and r after the change), because a micro-batch
-                                              begins only after the w-th previous one has returned
-    g + F + q + 2 C                         time of the next stage (g before the change), plus one forward, one backward
-                                              and two transfers
+    F + 2 C + s + (M-1) B + q + (M-w) F     the first micro-batch visits the later stages; then the added stage runs
+                                              all backwards, and the forwards that follow them
+    floor((M-1) / w) s' + r'                consecutive round trips, because a micro-batch begins only after the w-th
+                                              previous one has returned
+    g + F + q + 2 C                         time of the next stage, plus one forward, one backward and two transfers
 """
 
 from collections.abc import Iterator

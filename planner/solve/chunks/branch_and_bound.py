@@ -70,7 +70,7 @@ class _Node(NamedTuple):
     open: tuple[_Decision, ...]
     """Alternative decisions to branch on; every partition satisfies one of them. Empty if no layer is divided."""
     shift: tuple[int, ...]
-    """For each inner cut s, the number of layers before the cut minus s, rounded."""
+    """For each inner cut s, c_s - s, rounded. Here c_s is the number of layers before the cut in the solution."""
 
 
 class BranchAndBound:

@@ -2,9 +2,9 @@
 
     K, V, M number of devices, of chunks per device, of micro-batches
     S, L    number of stages (K V), number of layers
-    c_s     cut before stage s, s <= c_s <= L - S + s
-    y_s,j   for the cuts of a partition, 1 if c_s - s > j, else 0; any value from 0 to 1 in the program
-    x_s,l   share of layer l in stage s: y_{s+1,l-s-1} - y_{s,l-s}
+    c_s     number of layers before stage s, s <= c_s <= L - S + s
+    y_s,j   1 if c_s > s + j, so that layer s + j is before stage s, else 0; the program allows any value from 0 to 1
+    x_s,l   share of layer l in stage s, 1 if c_s <= l < c_{s+1}: y_{s+1,l-s-1} - y_{s,l-s}
     r_w,s,l share of layer l in stage s that is recomputed with option w: for all micro-batches, or all but the last;
             sum_w r <= x
 
@@ -14,10 +14,14 @@ in y and r. Because the action order is given, the clocks of `planner.core.cost.
 maximum of two clocks becomes a variable with the constraints that it is at least each of them.
 
 Memory has a linear lower bound. At a point in the step, a stage takes at least d + sum of a_l bytes without
-recomputation, and at least d + sum of h_l bytes with a recompute option; the sums are over its layers l. Here a_l and
-h_l are the average numbers of bytes that layer l adds to a stage. The constant d is the smallest difference between a
-stage's bytes and its sum of a_l or h_l, over all stages in the tables. With per-layer recomputation, there is one
-option. If recomputing layer l can free up to f_l bytes at this point in the step, h_l is at most a_l - f_l.
+recomputation, and at least d + sum of h_l bytes with a recompute option. The sums are over the stage's layers l:
+
+    a_l     average number of bytes that layer l adds to a stage without recomputation
+    h_l     average number of bytes that layer l adds to a stage with the recompute option
+    d       smallest difference between the bytes of a stage and its sum of a_l or h_l, over all stages in the tables
+
+With per-layer recomputation, there is one option, and layers may also be recomputed alone. If this can free up to f_l
+bytes of layer l, a larger h_l is lowered to a_l - f_l.
 
 Complexity: O(S L + K V M) rows (constraints) and columns (variables).
 """

@@ -3,18 +3,18 @@
 The memory of the stage is checked at a few points in the step (`planner.core.cost.memory`). At each point the limit is
 a linear inequality (`StageLayers`):
 
-    fixed + weight · held + peak <= limit
+    fixed + weight · saved + peak <= limit
 
     fixed    bytes that do not depend on the choice
     weight   number of micro-batches in flight
-    held     bytes that a micro-batch saves in the stage for its backward
+    saved    bytes that a micro-batch saves in the stage for its backward
     peak     highest temporary memory while a layer runs
 
 A dynamic program visits the layers in order. A partial choice is made for the layers visited so far. Its numbers are
 
     time     time to recompute the chosen layers
-    held     bytes that one micro-batch saves in the visited layers
-    room     most bytes that one micro-batch may save in the whole stage, given the peaks of the visited layers
+    held     part of `saved` that is saved in the visited layers
+    room     upper limit on `saved`, given the peaks of the visited layers
 
 A storage is pending until a layer saves it or the last layer that reads it has run. Partial choices with the same
 pending storages form a group. A partial choice is dropped if
@@ -357,9 +357,9 @@ def _remove_dominated(labels: _Labels) -> _Labels:
 
 
 def _staircase(held_bytes: Sequence[float], room: Sequence[float]) -> list[int]:
-    """Return the indices of the partial choices that are not dominated.
+    """Return the indices of the partial choices that are not dominated. The choices are sorted by recomputation time.
 
-    An earlier choice dominates if it saves at most as many bytes and has at least as much room.
+    A choice is dominated if an earlier one saves at most as many bytes and has at least as much room.
     """
     kept = []
     # Undominated pairs of saved bytes and room. Both ascend, because a pair with more bytes needs more room.

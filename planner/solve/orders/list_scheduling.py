@@ -1,11 +1,11 @@
 """List scheduling: compute an action order for given stages, by dispatch rules or from a preferred order.
 
-Actions are F (forward), I (input-gradient backward), W (weight-gradient backward) and B (whole backward). The devices
-are simulated. A free device runs the first of these actions that is allowed:
+Actions are F (forward), I (input-gradient backward), W (weight-gradient backward) and B (whole backward, instead of I
+and W). The devices are simulated. A free device runs the first of these actions that is allowed:
 
-    I    as soon as its gradient has arrived, because other stages wait for it; with `forward_first`, F comes before I
-    F    if fewer than `most_waiting` micro-batches are between F and I on the stage, and memory suffices
-    W    if no other action can begin within `patience` times the duration of the W, or memory is needed
+    I, B    as soon as the gradient has arrived, because other stages wait for the result; after F if `forward_first`
+    F       if fewer than `most_waiting` micro-batches are between F and I (or B) on the stage, and memory suffices
+    W       if no other action can begin within `patience` times the duration of the W, or memory is needed
 
 Otherwise the device waits. Good values depend on times and memory, so `order_search.py` tries several.
 

@@ -212,14 +212,14 @@ class OrderSearch:
 class _Tuning(NamedTuple):
     """Parameters of dispatch rules that are equal for all devices.
 
-    `DispatchRules.most_waiting` of a stage is `waiting` * n + `extra`. The field `shape` defines the number n of a
-    stage.
+    `DispatchRules.most_waiting` of a stage is `waiting` * n + `extra`. The field `shape` says what n is.
     """
 
     waiting: float = 1.0
     shape: int = 0
-    """Definition of n for a stage: 0 for the micro-batches in flight during a round trip, 1 for the number of later
-    stages plus one, 2 for the forwards that the stage can run before its first gradient arrives."""
+    """0: n is the number of micro-batches that the slowest device can run from a forward of the stage to the end of the
+    same micro-batch's input gradient. 1: n is the number of later stages plus one. 2: n is the number of forwards that
+    the stage can run until the gradient of a finished forward arrives."""
     extra: int = 0
     patience: float = 0.5
     forward_first: bool = False

@@ -1,14 +1,13 @@
 """Lower bounds of the step time that hold for every action order, of one partition or of all partitions.
 
     f       first stage of a device along the chain; the device's first action is a forward of f
-    F, G    forward time of a stage; least time of a stage to compute the gradient of its input
-    P       least round trip: from the start of a forward of f to the end of the gradient of the same micro-batch
-    a       time from the first forward of f until another action can run: a forward of the device's next stage, or the
-            first gradient if the device has one stage
+    F, G    forward time of a stage; least time of a stage to compute its input gradient
+    P       least time from the start of a forward of f to the end of the input gradient of the same micro-batch
+    a       least time from the start of the device's first action until it can run anything but forwards of f
     n       largest number of micro-batches in flight on f that the device's memory allows
     window  time from a device's first action to the end of its last action
 
-A device computes all of its work. During the time a, it can only run forwards of f, at most n of them:
+A device computes all of its work. During the time a, it runs at most n forwards of f, and is idle otherwise:
 
     window >= work + max(0, a - n F)
 
@@ -16,15 +15,15 @@ Each of the M micro-batches is in flight on f for at least P, and at most n are 
 therefore be put into n slots, so that those in one slot are in flight one after the other. Some slot has at least
 ceil(M / n) micro-batches:
 
-    window >= ceil(M / n) P + remaining backward of f after the last gradient
+    window >= ceil(M / n) P + rest of a backward of f after its input gradient
 
-Let g, h, … be the stages of another device that come after f. That device runs their forwards and gradients one after
-the other, after the first forward of f and before the last gradient of f:
+Let g, h, … be the stages of another device that come after f. That device runs their forwards and input gradients one
+after the other, after the first forward of f and before the last backward of f:
 
     window >= there + M (sum of F + G over g, h, …) + back + last backward of f
 
     there   one micro-batch from f to g: forwards of f and of the stages before g, and all transfers on the way
-    back    one micro-batch from g to f: gradients of the stages between, and all transfers on the way
+    back    one micro-batch from g to f: input gradients of the stages between, and all transfers on the way
 
 These bounds hold for any order of micro-batches, and for split and whole backwards. The lower bound of a partition is
 the largest sum of a device's window and its time between steps. The lower bound for all partitions is the smallest of
@@ -64,7 +63,7 @@ class StageTimeBounds:
 
     forward_us: FloatArray
     gradient_us: FloatArray
-    """Least time to compute the gradient of a stage's input (G)."""
+    """Least time of a stage to compute its input gradient (G)."""
     backward_us: FloatArray
     """Least time of one backward, for the gradients of the stage's input and weights."""
     work_us: FloatArray
@@ -116,8 +115,8 @@ def least_windows_us(
         micro_batches: Number of micro-batches.
         most_in_flight: Largest number of micro-batches in flight on each device's first stage, at least 1; shape
             (partitions, devices).
-        passed_us: For a round trip from a device's first stage, the least time of each later stage to compute the
-            gradient of its input; shape (partitions, stages). None: `times.gradient_us`.
+        passed_us: Least input-gradient times over all recompute choices, shape (partitions, stages), for the stages
+            after a device's first one. None to use `times.gradient_us`.
 
     Returns:
         Lower bounds in microseconds, shape (partitions, devices).

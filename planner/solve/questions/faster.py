@@ -7,7 +7,7 @@ from planner.core.errors import PlannerError
 from planner.core.schedule import SCHEDULES, SEARCHED
 from planner.core.values.plan import Inputs, Plan
 from planner.core.values.profile import Profile
-from planner.solve.request import Request, with_width_and_replicas_of_plan
+from planner.solve.request import Request, limited_to_plan_width
 from planner.solve.search import MOST_WORK, plan_with_schedules, solve
 
 MOST_HINT_S: Final = 5.0
@@ -41,7 +41,7 @@ def find_faster_schedule_plan(
         return None
     if profile.device.kind.startswith("tpu") or len(profile.layers) * inputs.devices > MOST_WORK:
         return None
-    every = replace(with_width_and_replicas_of_plan(inputs, plan, profile), schedule="auto", chunks=0)
+    every = replace(limited_to_plan_width(inputs, plan, profile), schedule="auto", chunks=0)
     request = _short_request(every, micro_batches, time_limit_s)
     upper_us = plan.predicted.step_us * (1 - _LEAST_GAIN)
     try:

@@ -17,7 +17,7 @@ from planner.core.values.plan import FrontierPoint, Inputs, Insight, Noise, Plan
 from planner.core.values.profile import LayerProfile, Profile
 from planner.core.values.units import format_us
 from planner.solve.cases import cases_of
-from planner.solve.request import Request, with_width_and_replicas_of_plan
+from planner.solve.request import Request, limited_to_plan_width
 from planner.solve.search import solve
 
 _DRAWS = 20
@@ -36,7 +36,7 @@ def frontier_of(profile: Profile, request: Request, plan: Plan) -> tuple[Frontie
     Args:
         profile: The profile of the plan.
         request: The request that the plan answers. If its observer stops the searches, the result is not usable.
-        plan: The plan, which gives the point of its own replicas and micro-batches.
+        plan: The plan. Its own figures are returned for its numbers of replicas and micro-batches, without a search.
     """
     request, points = request.without_longer_search(), []
     questions = sorted({(case.replicas, case.micro_batches) for case in cases_of(profile, request)})
@@ -146,9 +146,7 @@ def _noise(profile: Profile, request: Request, plan: Plan) -> Noise | None:
         return None
     # The searches for drawn profiles are shorter than the plan's search, so they may find slower plans.
     rng = np.random.default_rng(0)
-    request = replace(
-        request, inputs=with_width_and_replicas_of_plan(request.inputs, plan, profile), searches_longer=False
-    )
+    request = replace(request, inputs=limited_to_plan_width(request.inputs, plan, profile), searches_longer=False)
     regrets, same = [], 0
     for _ in range(_DRAWS):
         drawn = map_layers(profile, partial(_drawn, rng=rng))

@@ -10,7 +10,7 @@ from planner.core.values.profile import Profile
 from planner.solve.cases import cases_of
 from planner.solve.deadline import UNWATCHED, SearchObserver
 from planner.solve.questions.insight import frontier_point_of
-from planner.solve.request import Request, with_width_and_replicas_of_plan
+from planner.solve.request import Request, limited_to_plan_width
 from planner.solve.search import MOST_WORK, plan_with_schedules
 
 _SHORT_ACTIONS: Final = 60_000
@@ -27,7 +27,8 @@ def memory_trade_off(
 ) -> tuple[FrontierPoint, ...]:
     """Return the figures of a good plan under each schedule, in the order of `planner.core.schedule.SCHEDULES`.
 
-    If a search finds no plan, the point's `fits` is False. The plan's width and replicas are kept.
+    If a search finds no plan, the point's `fits` is False. If the profile has several tensor-parallel widths, all
+    points have the width and the replicas of `plan`.
 
     Args:
         profile: The profile to plan for.
@@ -46,7 +47,7 @@ def memory_trade_off(
     if len(profile.layers) * inputs.devices > MOST_WORK:
         return ()
     request = Request(
-        inputs=with_width_and_replicas_of_plan(inputs, plan, profile),
+        inputs=limited_to_plan_width(inputs, plan, profile),
         micro_batches=micro_batches,
         actions=_SHORT_ACTIONS if is_short else None,
         searches_longer=False,

@@ -4,8 +4,8 @@
     M, K    number of micro-batches, number of devices of a pipeline
     F, B    forward time of a layer; its backward time, split or not
     a       bytes that a layer saves for the backward of a micro-batch
-    D       least time from the forward of a layer to the end of its input gradient: F and input gradients of this layer
-            and all later layers
+    D       least time from the forward of a layer to the end of its input gradient: sum of F and of input-gradient
+            times over all layers from this one to the last
     r       share of the micro-batches for which the layer is recomputed, from 0 to 1
     speed   speed of a device, relative to the profiled device
 

@@ -296,11 +296,10 @@ class Evaluator:
 
     @cached_property
     def _parts_by_layers(self) -> FloatArray:
-        """Table of permanent bytes, then bytes of each memory part (`PARTS`), for stages with per-layer recomputation.
+        """Table of permanent bytes, then bytes of each memory part (`PARTS`), of stages without recomputed layers.
 
-        The table is for stages without recomputed layers. To bound a part with recomputed layers from below, subtract
-        the bytes that they free (`most_bytes_freed`) as often as the part includes saved bytes
-        (`ChunkMemoryFunction.saved`).
+        Lower bounds with per-layer recomputation are computed from it: from a part, subtract the bytes that recomputed
+        layers free (`most_bytes_freed`) as often as the part includes saved bytes (`ChunkMemoryFunction.saved`).
         """
         parts = np.full((self.case.costs.num_layers + 1, self.width, 1 + len(PARTS)), np.inf)
 
@@ -338,7 +337,7 @@ def _sum_parts(parts: FloatArray, counts: FloatArray) -> FloatArray:
 
 
 def move_one_cut(cuts: IntArray) -> IntArray:
-    """Return the partitions in which one of the cuts is moved by 1, 2 or 4 layers."""
+    """Return the partitions in which one of the cuts is moved by 1, 2 or 4 layers in either direction."""
     places = [(k, cuts[k] + step) for k in range(1, len(cuts) - 1) for step in _STEPS]
     every = [(*cuts[:k], cut, *cuts[k + 1 :]) for k, cut in places if cuts[k - 1] < cut < cuts[k + 1]]
     return np.array(every, dtype=np.int64).reshape(len(every), len(cuts))

@@ -133,9 +133,10 @@ class ChainProblem:
     """True for exactly `num_stages` stages, for example because devices or links differ."""
     sums: ChainSums
     tables: tuple[tuple[DeviceTable, ...], ...]
-    """For each number of later stages, one or more tables of the possible stages, each with another recomputation."""
+    """Entry n: one or more tables of all possible stages that n stages follow, each with another recomputation."""
     links: tuple[LinkTimes, ...]
-    """Link after the stage with 0, 1, … later stages. The last entry is for the first stage's input: no transfer."""
+    """Entry n is the link after the stage that n stages follow; the last entry is the link before the first stage.
+    The links at both ends of the chain transfer nothing."""
     most: Bottlenecks = NO_LIMIT
     """Upper limits on the forward and backward times of stages and links."""
 
