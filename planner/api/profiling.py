@@ -99,7 +99,7 @@ def _measured(model: File | Any | None, options: ProfileOptions) -> Profile:
         raise
     # Last, because an error of the model's is explained where it occurs in the measurement.
     if checked is not None:
-        checked.raise_if_not_compared()
+        checked.raise_if_failed()
     if parsed.calibration is not None:
         executor = calibrated_executor(parsed.calibration, measured.device.kind)
     device = measured.device if executor is None else replace(measured.device, executor=executor)
@@ -128,7 +128,7 @@ def _explained_by(checked: "EquivalenceResult | None") -> Iterator[None]:
         raise
     except Exception:
         if checked is not None:
-            checked.raise_if_not_compared()
+            checked.raise_if_failed()
         raise
 
 

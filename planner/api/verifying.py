@@ -201,7 +201,7 @@ def _proof(plan: Plan, loaded: "LoadedModel", load: Callable[[], "LoadedModel"])
     if not cuts:
         return Proof(layers=0, cuts=0, reason="the plan has a single stage"), ()
     checked = check_without_gpu(loaded, load, budget_s=_PROOF_S, cuts=cuts)
-    checked.raise_if_not_compared()
+    checked.raise_if_failed()
     recomputes = any(stage.recompute != "never" for stage in plan.stages)
     differs = checked.proof.differs_recomputed
     return checked.proof, (*checked.warnings, *([f"recomputed, {differs}"] if recomputes and differs else []))

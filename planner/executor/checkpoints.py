@@ -79,7 +79,8 @@ class Checkpoints:
             `state_dict` and `load_state_dict`. Every rank passes the same objects.
 
     Raises:
-        UsageError: The checkpoint or the weights do not fit the model, or `folder` belongs to another run or job.
+        UsageError: The checkpoint or the weights do not fit the model, `folder` has checkpoints of another run, or
+            another job writes into `folder`.
         FileError: The checkpoint or the weights cannot be read.
     """
 

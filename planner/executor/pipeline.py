@@ -179,7 +179,7 @@ class Pipeline:
 
     @property
     def code_digests(self) -> dict[str, str]:
-        """Digests of the code of the loss (`loss`) and of the layers (`layers`).
+        """Digests of the model's code: one of the loss, by the key `loss`, and one of the layers, by `layers`.
 
         A resumed run compares them, to detect changes.
         """

@@ -80,7 +80,7 @@ class ProcessStages:
 
     @cached_property
     def code_digests(self) -> dict[str, str]:
-        """Digests of the whole model's code: of its loss (`loss`) and of its layers (`layers`)."""
+        """Digests of the model's code: one of the loss, by the key `loss`, and one of the layers, by `layers`."""
         return code_digests(self._chain.model, self._model)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -110,7 +110,10 @@ class ProcessStages:
         return {name: tensor for name, tensor in held if name in self.first_names}
 
     def set_shapes(self, part: MiniBatchPart, *, training: bool) -> None:
-        """Set the shapes of received and sent tensors for the micro-batches of `part`."""
+        """Set the shapes of received and sent tensors for the micro-batches of `part`.
+
+        If `training` is false, these are the shapes of the model in evaluation mode.
+        """
         boundaries = self._shapes(part.micro_batch_size, training=training).boundaries
         for module, layers in zip(self.modules, self._ranges, strict=True):
             module.received = boundaries[layers.first]

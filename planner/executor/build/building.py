@@ -53,7 +53,7 @@ class StageRange(NamedTuple):
 def build_structure(loaded: LoadedModel) -> Chain:
     """Return the whole chain on the meta device, with names and shapes but without memory.
 
-    If `build_model` or `forward` reads elements of tensors, this function builds the whole model in memory meanwhile.
+    If `build_model` or `forward` reads elements of tensors, the whole model is in memory until this function returns.
 
     Raises:
         ModelError: The model cannot be built.

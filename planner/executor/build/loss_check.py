@@ -8,8 +8,7 @@ results differ. The losses answer two questions:
 - Is the loss of all samples the weighted mean of the halves' losses, with the weights that training uses?
 - If a model computes its own loss from labels among its inputs: over which of the labels does it average?
 
-For the second question, the check masks some labels. Each way of counting labels then gives the halves different
-weights.
+For the second question, the check masks some labels, so that the weights of the two halves show which labels count.
 """
 
 import copy
@@ -105,8 +104,8 @@ def check_loss(loaded: LoadedModel) -> CheckedLoss:
     The model is built once, and runs on the CPU or on the device where `build_model` puts it.
 
     Returns:
-        The model with its `counted_labels`, and notes and warnings for the user. If the model cannot run on this
-        machine, its losses are not compared.
+        The model with its `counted_labels`, and notes and warnings for the user. If the loss of the mini-batch is not
+        the weighted mean, a warning says so. If the model cannot run on this machine, its losses are not compared.
 
     Raises:
         ModelError: `loss_fn` reads parameters of the model, or `loss_count` does not return a valid number.

@@ -128,9 +128,10 @@ class _StorageRecorder(TorchDispatchMode):
 
 
 class _PartialReplay(TorchDispatchMode):
-    """Dispatch mode that runs needed operators on real tensors, and all others on fake tensors.
+    """Dispatch mode for a second build of a model, in which only the tensors of this rank have values.
 
-    All random numbers are drawn, so that the generator advances as in a build of the whole model.
+    Operators on which these tensors depend (`needed`) run on real tensors. All other operators run on fake tensors. All
+    random numbers are drawn, so that the generator advances as in a build of the whole model.
     """
 
     def __init__(self, notes: _StorageRecorder, needed: frozenset[int]) -> None:

@@ -5,10 +5,11 @@
          ├─ the reference     trains the model as the user wrote it (`planner.model.reference`), writes its states
          └─ ranks 0, 1, …     train the same steps as the stages of a pipeline, and compare (`stages`)
 
-A cut is a boundary between two layers at which a stage may end. The check compares several cuts at once, as one
-pipeline with a stage between every two of them. If a rank differs from the reference, the cuts of its pipeline are
-tried one by one. A cut at which a stage still differs is wrong. It and all equivalent cuts are removed, and the check
-starts again. If a pipeline differs only with recomputation, the check reports the difference, and keeps the cuts.
+A cut is a boundary between two layers at which a stage may end. The check compares several cuts at once, as the
+boundaries between the stages of one pipeline. If a rank differs from the reference, the cuts of its pipeline are tried
+one by one. A cut at which a stage still differs is wrong. This cut and all equivalent cuts (between equal layers) are
+removed, and the check starts again. If a pipeline differs only with recomputation, the check reports the difference,
+and keeps the cuts.
 """
 
 import shutil
@@ -33,7 +34,7 @@ from planner.executor.equivalence.isolation import (
     return_freed_blocks_to_system,
     run_in_child,
 )
-from planner.executor.equivalence.rehearsal import difference_of_repeated_forwards
+from planner.executor.equivalence.rehearsal import check_repeated_forwards
 from planner.executor.equivalence.rounds import EquivalenceRound, RoundResult
 from planner.executor.equivalence.subject import (
     STEPS,
@@ -64,14 +65,13 @@ class EquivalenceResult(NamedTuple):
     warnings: tuple[str, ...]
     """Cuts that were removed, and why."""
     is_failure: bool = False
-    """True if the model or the comparison raised an error. If it is False and nothing was compared, the comparison
-    would have taken too much time or memory."""
+    """True if an error prevented the comparison. Too little time or memory for the comparison is no error."""
 
-    def raise_if_not_compared(self) -> None:
-        """Raise an error if the comparison failed.
+    def raise_if_failed(self) -> None:
+        """Raise an error if `is_failure` is true.
 
         Raises:
-            ModelError: The model or the comparison raised an error.
+            ModelError: An error prevented the comparison.
         """
         if self.is_failure:
             loop = "a plain loop"
@@ -218,7 +218,7 @@ def _run_round_in_child(request: CheckRequest, progress: Callable[[str], None]) 
     except ChildError as error:
         if error.is_user_error:
             raise error.as_model_error() from None
-        return RoundResult(proof=Proof(layers=0, cuts=0, reason=error.message), is_failure=error.is_other_error)
+        return RoundResult(proof=Proof(layers=0, cuts=0, reason=error.message), is_failure=error.is_unexpected_error)
     finally:
         child.end()
         shutil.rmtree(folder, ignore_errors=True)
@@ -253,18 +253,18 @@ def _first_successful_attempt(
     if len(chain.layers) == 1:
         return RoundResult(proof=Proof(layers=0, cuts=0, reason="there is a single layer"))
     first: ChildError | None = None
-    has_other_values = True
+    can_retry_with_user_values = True
     blind: RoundResult | None = None
     # With one sample, a contrastive loss has no gradient. The activations of two samples take twice the memory.
     sizes = (1, 2) if is_large_model(chain) else (2, 1)
     # First let parameters of a shortened model have random values, then those of the user's code.
     attempts = product((True, False), sizes)
     for (lean, size), (folder, child) in zip(attempts, prepared.items(), strict=True):
-        if not lean and not has_other_values:
+        if not lean and not can_retry_with_user_values:
             break
         try:
             subject = CheckedModel.choose(request, chain, size, lean=lean)
-            has_other_values = subject.has_other_values
+            can_retry_with_user_values = subject.can_retry_with_user_values
             result = EquivalenceRound(
                 request=request, subject=subject, folder=folder, child=child, progress=progress
             ).compare()
@@ -277,7 +277,7 @@ def _first_successful_attempt(
             continue
         if not result.wrong and request.cuts is None:
             progress("repeating forwards")
-            differs = difference_of_repeated_forwards(request.loaded, chain, limit_s=request.time_limit_s)
+            differs = check_repeated_forwards(request.loaded, chain, limit_s=request.time_limit_s)
             recomputed = result.proof.differs_recomputed or differs
             return replace(result, proof=replace(result.proof, differs_recomputed=recomputed))
         return result

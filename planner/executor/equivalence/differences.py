@@ -39,7 +39,9 @@ class StageDifferences:
     own_values: dict[str, str] = field(default_factory=dict)
     """Digests of the tensors whose initial values differ from the reference's, by name."""
     late_step: int = 0
-    """Number of the current step if it is a late step (`ReferenceOptions.late_steps`), for messages; else 0."""
+    """Number of the current step, for messages, if the step is one of `ReferenceOptions.late_steps`; else 0.
+
+    Late steps follow after the steps that are always compared."""
     writes_state: bool = False
     """True if forwards write into parameters, buffers or tensors in attributes."""
 
@@ -52,7 +54,7 @@ class StageDifferences:
     def compare_number(self, name: str, value: float, right: float) -> None:
         """Record the relative difference between a number of the stage and the same number of the reference.
 
-        Two different integers have a relative difference of at least 1.
+        If the numbers are different integers, at least 1 is recorded, because rounding cannot explain the difference.
 
         Args:
             name: Name of the number in messages.

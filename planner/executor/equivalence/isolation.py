@@ -48,16 +48,17 @@ class ChildError(Exception):
     Args:
         message: Error that the process raised, in one line, or the signal that ended the process.
         hint: Advice for the user; may be empty.
-        is_user_error: True for a `ModelError`, whose message tells the user what is wrong with the model.
-        is_other_error: True for an error that is neither a `PlannerError` nor due to lack of memory. If both flags are
-            False, the process ran out of time or memory, was ended by a signal, or raised another `PlannerError`.
+        is_user_error: True if the process raised a `ModelError`, whose message says what is wrong with the model.
+        is_unexpected_error: True if the process raised an error that is not a `PlannerError`. Lack of memory does not
+            count.
     """
 
     def __init__(
-        self, message: str, *, hint: str = "", is_user_error: bool = False, is_other_error: bool = False
+        self, message: str, *, hint: str = "", is_user_error: bool = False, is_unexpected_error: bool = False
     ) -> None:
         super().__init__(message)
-        self.message, self.hint, self.is_user_error, self.is_other_error = message, hint, is_user_error, is_other_error
+        self.message, self.hint = message, hint
+        self.is_user_error, self.is_unexpected_error = is_user_error, is_unexpected_error
 
     def as_model_error(self) -> ModelError:
         """Return a `ModelError` with the same message and hint."""
@@ -147,8 +148,8 @@ def _child_error_arguments(error: BaseException) -> dict[str, Any]:
     first = str(error).partition("\n")[0].partition(" Hint: ")[0]
     if isinstance(error, PlannerError):
         return {"message": first, "hint": error.hint, "is_user_error": isinstance(error, ModelError)}
-    is_other_error = not isinstance(error, MemoryError) and "allocate memory" not in first
-    return {"message": f"{type(error).__name__}: {first}", "is_other_error": is_other_error}
+    is_unexpected_error = not isinstance(error, MemoryError) and "allocate memory" not in first
+    return {"message": f"{type(error).__name__}: {first}", "is_unexpected_error": is_unexpected_error}
 
 
 def run_and_exit(work: Callable[[Connection], Any], connection: Connection, limit_s: float) -> NoReturn:

@@ -47,10 +47,8 @@ _MOST_PARAMETERS = 20_000_000
 """Largest number of parameters of a model whose forwards are repeated."""
 
 
-def difference_of_repeated_forwards(loaded: LoadedModel, chain: Chain, *, limit_s: float) -> str:
-    """Repeat the forward of all layers until the code takes another path or the time is up.
-
-    The forwards run in a separate process.
+def check_repeated_forwards(loaded: LoadedModel, chain: Chain, *, limit_s: float) -> str:
+    """Check, in a separate process, that repeated forwards of all layers take the same path through the code.
 
     Args:
         loaded: Loaded model file.
@@ -58,11 +56,11 @@ def difference_of_repeated_forwards(loaded: LoadedModel, chain: Chain, *, limit_
         limit_s: Seconds after which the process is ended.
 
     Returns:
-        Text about a difference between forwards with and without gradients; empty if there is none. The first forward
-        of a recomputed stage runs without gradients.
+        Text that says how the loss differs if no gradients are computed, as in the first forward of a recomputed stage;
+        empty if no difference was found.
 
     Raises:
-        ChildError: A forward took another path than the first one.
+        ChildError: A forward took another path than the first one, or a stage needs values of other stages.
     """
     if sum(p.numel() for p in chain.model.parameters()) > _MOST_PARAMETERS:
         return ""
@@ -167,6 +165,8 @@ class _RepeatedForwards:
 
 @dataclass
 class _ForwardObservations:
+    """Observations of one forward, which are compared with those of the first forward."""
+
     trained: list[bool] = field(default_factory=list)
     """True for each parameter, and for each output of a stage, that requires a gradient."""
     shapes: list[str] = field(default_factory=list)

@@ -49,9 +49,9 @@ because a change may or may not flip a ReLU."""
 
 
 class CutProblem(NamedTuple):
-    """Description of how the stages of a cut train differently from the model, and a hint for the user.
+    """Problem with a cut, as a text, and a hint for the user. Both are empty if the cut has no problem.
 
-    Both are empty if the cut has no problem.
+    The text is the error of a stage, or says how training the stages differs from training the unpartitioned model.
     """
 
     text: str = ""
@@ -128,7 +128,8 @@ class EquivalenceRound:
     def _difference_of_references(self) -> str:
         """Train the reference again, and describe how the second training differs from the first.
 
-        The text is empty if there is no difference, or if the initial values already differ.
+        The text is empty if there is no difference. It is also empty if the initial values differ, because the two
+        trainings then cannot be compared.
         """
         folder = self._train_another_reference(self.subject.options, None)
         begun, right = (ReferenceState.load(each / "initial").tensors for each in (folder, self.folder))
@@ -287,6 +288,8 @@ def _wait_for_reference(child: ChildProcess) -> None:
 
 
 class _GroupResult(NamedTuple):
+    """Result of comparing a group of cuts, as the boundaries between the stages of one pipeline, with the reference."""
+
     differences: Sequence[StageDifferences]
     """Differences of each rank."""
     wrong: Mapping[int, CutProblem] = {}

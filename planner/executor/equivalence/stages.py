@@ -137,7 +137,8 @@ class _RankTraining:
         """Set parameters and buffers to the reference's initial values, and record which values differed.
 
         Parameters that were built without values get those of the reference, and share the memory of its file. Other
-        values differ if an unseeded generator made them. This is an error only for tensors that several ranks share.
+        values may differ if an unseeded generator made them. The check accepts the difference, unless copies of one
+        tensor on several ranks also differ from each other.
         """
         if self._trial.options.lean:
             self._before.use_as_parameters(self._named)
@@ -247,7 +248,8 @@ class _RankTraining:
 def _rounding_scale(name: str, right: ReferenceState) -> float:
     """Return the smallest divisor for the relative difference of a buffer.
 
-    For a running mean, it is 1 % of the largest running standard deviation; for other buffers, it is 0.
+    For the running mean of a batch normalization, this is 1 % of the layer's largest running standard deviation. For
+    other buffers, it is 0.
     """
     variance = right.tensors.get(f"buffer:{name.removesuffix('running_mean')}running_var")
     return (

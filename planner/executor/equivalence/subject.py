@@ -118,8 +118,11 @@ class CheckedModel:
         return subject._shortened(lean=lean)._reduced_to_memory()
 
     @property
-    def has_other_values(self) -> bool:
-        """True if parameters have random values only to save time: the user's initial values would fit in memory."""
+    def can_retry_with_user_values(self) -> bool:
+        """True if parameters have random values, although the user's initial values would fit in memory.
+
+        Random values take less time.
+        """
         return self.options.lean and _bytes_of(self.whole) <= _LEAN_BYTES
 
     def _shortened(self, *, lean: bool) -> "CheckedModel":

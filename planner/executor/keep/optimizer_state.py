@@ -62,9 +62,12 @@ class OptimizerState:
         return {name: state for name, state in states.items() if state}
 
     def restore(self, state: Mapping[str, dict[str, Any]], groups: Sequence[tuple[list[str], dict[str, Any]]]) -> None:
-        """Set the optimizer's state to the result of `read_from`, and its options to those of a checkpoint.
+        """Restore the optimizer's state and options from a checkpoint.
 
-        `groups` has the parameter names and options of the parameter groups in all files that were read.
+        Args:
+            state: State of each parameter, as `read_from` returned it.
+            groups: Parameter names and options of each parameter group, from all files of the checkpoint that this rank
+                has read.
         """
         for name, parameter in self._named_parameters():
             if name in state:

@@ -72,7 +72,7 @@ class RunFolder:
     def continue_from(self, source: Path, step: int) -> None:
         """Prepare the folder for a run that continues the checkpoint `source`, which has completed `step` steps.
 
-        Checkpoints of more steps are moved to a folder `abandoned-…`.
+        Checkpoints that were written after step `step` are moved to a folder `abandoned-…`.
 
         Raises:
             UsageError: The folder has checkpoints, and `source` is in another folder.

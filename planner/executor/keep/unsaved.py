@@ -1,13 +1,18 @@
-"""State beside tensors and parameters: what a checkpoint also stores, and what it does not contain.
+"""State besides the model's tensors and the optimizer's state of each parameter.
 
-Stored as further objects, like those that the script names:
+A checkpoint stores these parts as further objects, like those that the script names:
 
-    optimizer       state that is shared by parameters, and what its own `state_dict` adds
+    optimizer       state that belongs to no single parameter, and entries that its own `state_dict` adds
     extra state     `get_extra_state()` of modules
 
-Not stored are Python numbers, random generators and tensors in attributes, buffers that are not persistent, and
-optimizers within an optimizer. A plain loop that saves `state_dict()` loses them as well. A resumed run would then
-differ from an uninterrupted run, so a warning names them.
+A checkpoint does not store these parts:
+
+- Python numbers, random generators and tensors in plain attributes
+- buffers that are not persistent
+- optimizers within an optimizer
+
+If a part that is not stored changes in training, a resumed run would differ from an uninterrupted run. So a warning
+names the part. A plain loop that saves `state_dict()` loses these parts as well.
 """
 
 import math
@@ -32,7 +37,10 @@ _STORED = ("state", "param_groups", "defaults", "step")
 
 
 def further_objects(stages: Sequence[StageModule], optimizer: Optimizer) -> dict[str, Any]:
-    """Return objects with state that a checkpoint must store besides tensors of the model and state of parameters."""
+    """Return further objects that a checkpoint must store, by name.
+
+    Their state belongs neither to the model's tensors nor to the optimizer's state of each parameter.
+    """
     objects: dict[str, Any] = {}
     if not type(optimizer).__module__.startswith("torch.optim"):
         objects["optimizer"] = _OptimizerState(optimizer)
@@ -69,9 +77,9 @@ class _ExtraState:
 
 
 class UnsavedState:
-    """State in plain attributes of this rank's modules and optimizer, as numbers.
+    """Watch of the state of this rank's modules and optimizer that checkpoints do not contain.
 
-    Create it before the first step.
+    The state is represented by numbers, such as the sum of a tensor. Create the watch before the first step.
     """
 
     def __init__(self, stages: Sequence[StageModule], optimizer: Optimizer) -> None:

@@ -70,7 +70,8 @@ def load_weights(
             resume a run, its opened checkpoint, whose tensors may contain NaN.
         tensors: Tensors of the stage, by name in the model.
         names: Map from every name in the model to the tensor's first name, from `first_names`.
-        whole: The whole model, whose hooks for loading change the state dict of a file. It needs no values.
+        whole: The whole model, whose tensors need no values. Its `load_state_dict` pre-hooks are applied to the state
+            dict of a new run. If None, no hooks are applied.
 
     Returns:
         Descriptions of the casts between floating-point dtypes, such as "float64 to float32", each once.

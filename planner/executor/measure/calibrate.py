@@ -1,9 +1,9 @@
 """Cost of the executor on this machine: time per micro-batch and stage, and the link between two processes.
 
-A pipeline of two processes runs layers that compute nothing, and is analyzed like any run (`run_times.py`). The time
-before a forward or backward that receives nothing is the executor's own time, which includes sending. The additional
-time before an action that receives a tensor is the link's. Two message sizes separate latency and bandwidth. Over gloo,
-a transfer keeps the receiving stage busy.
+A pipeline of two processes runs layers that compute nothing, and is analyzed like any run (`run_times.py`). A gap
+between two actions of a process is the executor's own time, which includes sending. If the second action receives a
+tensor, the gap is longer by the time of the link. Two message sizes separate latency and bandwidth. Over gloo, a
+transfer keeps the receiving stage busy.
 
 The layers write more memory than the cache holds, as real layers do. Otherwise the executor's data would stay in the
 cache, and the measured time would be several times too short.
@@ -140,9 +140,11 @@ def _worker(rank: int, folder: str) -> None:
 
 
 class _Run(NamedTuple):
+    """Recorded steps of one process of the measurement."""
+
     steps: tuple[RunStep, ...]
     core_share: float
-    """CPU time of the process, divided by the time in which it could run; 0 if unknown."""
+    """Run time of the process, divided by run time plus time of waiting for a free core; 0 if unknown."""
 
 
 def _timed(spans: list[RunSpan], stage: int, kind: Label, work: Callable[[], Any], *, micro_batch: int) -> Any:

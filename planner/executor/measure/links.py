@@ -102,9 +102,9 @@ def _measured(device: torch.device, progress: Callable[[str, int, int], None]) -
 def _transfer_us_over_gloo(index: int, one: Group, both: Group) -> list[float]:
     """Return the transfer time of one micro-batch for each message size, on the sender.
 
-    A step of two stages that compute nothing takes 2 (o + M (o + t)). Here, o is the executor's time per forward or
-    backward, t the transfer time, and M the number of micro-batches. A transfer keeps the receiver busy, so t counts M
-    times in each direction.
+    The time is calculated from a training step of two stages that compute nothing. A transfer keeps the receiver busy.
+    So the forwards take o on the first stage, and then t + o for each of M micro-batches on the second stage. Here, o
+    is the executor's time per action, and t the transfer time. With backwards, a step takes 2 (o + M (t + o)).
 
     Args:
         index: Index of the stage that this process runs.

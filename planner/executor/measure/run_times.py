@@ -87,9 +87,9 @@ class Transfer(NamedTuple):
 class StepWaits:
     """Times of one step in which the processes of a pipeline do not compute.
 
-    They are measured in a window from the first forward to the last backward of the pipeline. With split backwards, a
-    process need not wait for others before it begins the next step. Then each process has its own window, from its
-    first action. All windows are as long as the longest time from first to last action of a process.
+    The times are measured in a window: from the first forward to the last backward of the pipeline. With split
+    backwards, a process may begin a step earlier than others. The window of each process then begins at its first
+    action. All windows have the same length: the longest time that a process takes from first to last action.
     """
 
     window_ns: int
@@ -101,13 +101,13 @@ class StepWaits:
     overhead_ns: tuple[int, ...]
     """Engine's own time before each action that received nothing."""
 
-    def bubble(self, overhead_ns: float = 0.0) -> float:
+    def bubble(self, engine_ns: float = 0.0) -> float:
         """Return the bubble: the fraction of the step in which a process waits, averaged over the processes.
 
-        The engine's own time within each transfer, `overhead_ns`, is not part of the bubble.
+        Transfers count as waiting, except for `engine_ns` of each transfer, in which the engine works.
         """
         within = (t for t in self.transfers if t.start_ns >= self.begins_ns[t.receiver])
-        moved = sum(max(0.0, t.end_ns - t.start_ns - overhead_ns) for t in within)
+        moved = sum(max(0.0, t.end_ns - t.start_ns - engine_ns) for t in within)
         waited = sum(self.idle_ns.values()) + moved
         return waited / (len(self.idle_ns) * self.window_ns) if self.window_ns else 0.0
 
@@ -165,7 +165,7 @@ class MeanWaits:
     """
 
     bubble: float
-    """Share of the processes' time in which they neither compute nor run the engine."""
+    """Idle times and transfers, without the engine's own time, as a share of the time of all processes."""
     overhead_us: float | None
     """Engine's own time per action; None if every action received a tensor."""
     idle_us: Mapping[int, float]
@@ -208,7 +208,9 @@ def mean_waits(processes: Mapping[int, Iterable[RunStep]], *, overlaps: bool) ->
 
 
 def with_waits(report: RunReport, runs: Sequence[ProcessRun], *, overlaps: bool) -> RunReport:
-    """Return a run report with bubble, idle times, transfers and engine time after the warm-up.
+    """Return a run report with bubble, idle times, transfers and engine time.
+
+    These are means over steps after the warm-up.
 
     Args:
         report: Report of the run without these times.

@@ -31,6 +31,8 @@ def measured_trace_json(runs: Sequence[ProcessRun], title: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _SliceMaker:
+    """Maker of the trace's slices: actions and transfers, each with its begin and end."""
+
     begin_ns: int
     num_devices: int
     """Number of devices of one pipeline."""

@@ -43,10 +43,12 @@ _NUM_SIZES = 6
 
 
 class _BegunPhase(NamedTuple):
+    """Phase that a rank begins."""
+
     phase: Phase
     step: int
     sizes: tuple[int, ...] = ()
-    """Samples of each mini-batch of the step."""
+    """Number of samples in each mini-batch of the step, which may accumulate gradients of several mini-batches."""
     checksums: BatchChecksums = NO_CHECKSUMS
 
     @classmethod

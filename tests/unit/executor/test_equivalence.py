@@ -220,7 +220,7 @@ def test_models_that_do_not_train_are_not_compared() -> None:
     )
     assert (found.proof.cuts, found.proof.recomputed) == (0, False)
     with pytest.raises(ModelError, match="cannot be compared with the model in a plain loop: ValueError: no such"):
-        found.raise_if_not_compared()
+        found.raise_if_failed()
 
 
 @pytest.mark.slow

@@ -403,5 +403,5 @@ def test_a_model_that_does_not_run_in_a_plain_loop_is_refused() -> None:
     """Only a limit on time or memory leaves stages unverified."""
     found = checked(lambda: nn.Sequential(NeedsThreeSamples(WIDTH, WIDTH), NeedsThreeSamples(WIDTH, WIDTH)))
     with pytest.raises(ModelError, match="cannot be compared with the model in a plain loop: RuntimeError: th") as no:
-        found.raise_if_not_compared()
+        found.raise_if_failed()
     assert "--proof-budget 0s" in no.value.hint

@@ -69,9 +69,9 @@ def test_errors_of_the_model_keep_message_and_hint(path: str, monkeypatch: pytes
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     Path(path).write_text(MODEL.replace("mse_loss(output, target)", "mse_loss(output, target).item()"))
     with pytest.raises(ModelError) as inside:
-        check_equivalence(load_model(path), budget_s=30.0).raise_if_not_compared()
+        check_equivalence(load_model(path), budget_s=30.0).raise_if_failed()
     with pytest.raises(ModelError) as outside:
-        check_without_gpu(load_model(path), partial(load_model, path), budget_s=30.0).raise_if_not_compared()
+        check_without_gpu(load_model(path), partial(load_model, path), budget_s=30.0).raise_if_failed()
     assert (str(outside.value), outside.value.hint) == (str(inside.value), inside.value.hint)
 
 
