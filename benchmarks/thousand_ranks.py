@@ -184,7 +184,7 @@ class Simulation:
                 raise RuntimeError("Connection closed by peer")
             if self._has_happened[0] and self._scenario == "hanging" and watch.activity.waits_for is None and rank:
                 watch.activity.begin("forward of micro-batch 0", waits_for=ANY)
-            signalled = watch.stops_after(step)
+            signalled = watch.stop_signal(step)
             if signalled:
                 raise StoppedBySignal(128 + signalled)
 

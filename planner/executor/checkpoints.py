@@ -144,7 +144,7 @@ class Checkpoints:
         step, signalled = self._pipeline.step_index, 0
         if self._watch is not None:
             # Replicas synchronize only at the end of a step, so a replica may begin the next step before another one.
-            signalled = self._watch.stops_after(step, steps_ahead=2 if self._pipeline.place.num_replicas > 1 else 1)
+            signalled = self._watch.stop_signal(step, steps_ahead=2 if self._pipeline.place.num_replicas > 1 else 1)
         is_end = bool(signalled) or step == self._steps
         if is_end or step % self._every == 0:
             self._pipeline.begin_checkpoint()

@@ -200,7 +200,10 @@ class Trainer:
         return loss_weights_of_parts(parts, counts, total)
 
     def _check_frozen_parameters(self) -> None:
-        """Raise an error if the script unfreezes a parameter for which the plan has no gradient."""
+        """Raise an error if the script unfreezes a parameter that `build_model` freezes.
+
+        The plan has no memory for the gradient of such a parameter.
+        """
         name = next((name for name in self._frozen if self._parameters[name].requires_grad), None)
         if name is not None:
             raise UsageError(

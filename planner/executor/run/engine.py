@@ -80,8 +80,9 @@ class EngineStage:
     """Tensors for the next stage, or the loss; on the meta device."""
     timer: ActionTimer
     last_backward: Callable[[Mapping[nn.Parameter, int] | None], AbstractContextManager[object]] = nullcontext
-    """Function that returns a context for the stage's last backward (B or W) in a step. Its argument is the number of
-    times that autograd adds to each gradient in this backward; None if unknown."""
+    """Function that returns a context manager for the stage's last backward (B or W) in a step.
+
+    The function gets, for each parameter, how often autograd adds to the gradient in this backward; None if unknown."""
 
 
 class _StageAction(NamedTuple):
@@ -169,7 +170,9 @@ class Engine:
     def step(
         self, tensors: Sequence[Tensor], targets: Sequence[Any], weights: Sequence[float] | None = None
     ) -> list[Tensor]:
-        """Run forward and backward of a mini-batch. Add gradients, multiplied by `loss_scale`, to existing gradients.
+        """Run forward and backward of a mini-batch, and add its gradients to existing gradients.
+
+        The engine's attribute `loss_scale` is a factor of the added gradients.
 
         Args:
             tensors: On the first stage, input tensors of the model with the mini-batch as first dimension; elsewhere

@@ -1,6 +1,6 @@
 """Check losses, outputs and gradients of a step, and release the memory of summed gradients.
 
-Also refuse a norm over the gradients of one rank, by which a script would clip them.
+Also refuse `clip_grad_norm_` if a script calls it with the gradients of a single rank.
 """
 
 import math
@@ -86,10 +86,11 @@ def check_gradients(parameters: Mapping[str, Tensor], activity: RankActivity) ->
 
 
 def release_memory(summed: Tensor) -> None:
-    """Make a tensor empty after a collective operation has summed it. Other tensors in its memory remain as they are.
+    """Make a tensor empty after a collective operation has summed it.
 
-    A thread of gloo refers to the tensor a little longer than the operation takes. If that thread released the memory,
-    the memory recorder of the calling thread would miss it. The memory is therefore released here.
+    This releases the tensor's memory, unless other tensors use the same memory. A thread of gloo refers to the tensor a
+    little longer than the operation takes. If that thread released the memory, the memory recorder of the calling
+    thread would miss it.
     """
     summed.set_()  # type: ignore[call-overload]
 
@@ -98,8 +99,8 @@ def release_memory(summed: Tensor) -> None:
 def refuse_norm_of_own_gradients(parameters: Mapping[str, Tensor], layers: Sequence[str]) -> Iterator[None]:
     """Refuse `torch.nn.utils.clip_grad_norm_` in the `with` block if its norm misses gradients of other ranks.
 
-    Allowed norms are the same as in a plain loop. Such a norm is over a single gradient, or over gradients of one layer
-    that are not all gradients of this rank.
+    Two kinds of norms are allowed: over a single gradient, and over some (not all) gradients of this rank that belong
+    to one layer.
 
     Args:
         parameters: Parameters of this rank, by name.

@@ -96,13 +96,13 @@ def process_place(balance: Balance, rank: int, num_processes: int) -> ProcessPla
 class ProcessGroups:
     """Process groups of one process.
 
-    A group is None if it would contain all processes, or only this process.
+    If the job has a single replica, both groups are None. All processes then belong to the same pipeline.
     """
 
     pipeline: dist.ProcessGroup | None
     """Processes of this replica."""
     replicas: dist.ProcessGroup | None
-    """Processes that run the same stages."""
+    """Processes that run the same stages, one of each replica."""
 
     @classmethod
     def of(cls, place: ProcessPlace) -> "ProcessGroups":

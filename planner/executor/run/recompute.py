@@ -120,9 +120,10 @@ def _take_gradients(into: list[Tensor | None], gradients: Tensors) -> tuple[None
 
 
 class _BackwardStart(torch.autograd.Function):
-    """Autograd function that returns a scalar 0. Its backward gives the tensors `results` the gradients in `waiting`.
+    """Autograd function of a list of gradients and of one tensor for each gradient. It returns a scalar 0.
 
-    The backward empties the list `waiting`, so that autograd releases each gradient as early as possible.
+    The backward gives each tensor its gradient from the list. It also empties the list, so that autograd releases each
+    gradient as early as possible.
     """
 
     @staticmethod

@@ -258,7 +258,7 @@ class LayerState:
                 holder[name] = number
 
     def _set_state(self, snapshot: _Snapshot, now: _Snapshot) -> list[_Entry]:
-        """Change the state from `now` to `snapshot`. Return the entries of `now` that are the same in both."""
+        """Change the state from `now` to `snapshot`. Return the entries of `now` that need no change."""
         if snapshot.numbers is not now.numbers:
             self._put_numbers(snapshot.numbers)
         if snapshot.tensors is now.tensors:

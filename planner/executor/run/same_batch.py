@@ -27,7 +27,10 @@ class BatchDigest(NamedTuple):
 
 
 class BatchChecksums(NamedTuple):
-    """Checksums of some elements of a mini-batch, to compare each step; 0 for values that the rank does not have."""
+    """Checksums of some elements of a mini-batch, which the ranks compare in each step.
+
+    The checksum of inputs or targets that the rank does not have is 0.
+    """
 
     inputs: int
     targets: int
@@ -90,9 +93,10 @@ def check_same_batch(own_digest: BatchDigest) -> None:
 
 
 def _digest_of(value: Any) -> str | None:
-    """Return a digest of the tensors in a nested value.
+    """Return a digest of the tensors in a nested value; None for placeholders.
 
-    The result is None for placeholders: if a tensor is a meta tensor, or if all elements of each tensor are equal.
+    A script may pass placeholders where a rank does not use the values. So the value counts as a placeholder if it has
+    a meta tensor, or if each tensor is constant, such as zeros.
     """
     tensors = tensors_in_value(value)
     if any(tensor.is_meta for tensor in tensors) or all(map(_is_constant, tensors)):

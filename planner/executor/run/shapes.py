@@ -159,7 +159,7 @@ def chain_shapes(
 ) -> ChainShapes:
     """Return the boundary tensors of a chain.
 
-    They are found in the recorded forward (outline), or by running the layers without values.
+    The boundary tensors are taken from the chain's outline. If the chain has none, its layers are run without values.
 
     Args:
         chain: Chain on the meta device.

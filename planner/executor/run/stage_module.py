@@ -66,8 +66,8 @@ class StageModule(nn.Module):
     Args:
         layers: Layers of the stage.
         received: Boundary before the first layer.
-        sent: Boundary after the last layer, with the layout of its tensors. None on the last stage, or to send
-            contiguous tensors.
+        sent: Boundary after the last layer. Outputs are sent in the memory layout of its tensors; contiguous if `sent`
+            is None. It is not used on the last stage.
         recompute: Recompute choice of the stage; the choice `layers` recomputes the layers in `recomputed`.
         micro_batches: Number of micro-batches (M).
         loss_fn: Loss function on the last stage; None on other stages.
@@ -151,7 +151,10 @@ class StageModule(nn.Module):
             yield f"{prefix}.{name}" if prefix else name, buffer
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        """Refuse a copy, because a stage refers to timers of its process. The error says how to average weights."""
+        """Raise an error, because a stage refers to timers of its process, and cannot be copied.
+
+        Most copies are made to average weights, so the error says how to average weights without a copy.
+        """
         raise UsageError(
             "a stage cannot be copied (for a moving average of its weights, say)",
             hint="average `pipeline.named_parameters()`, for example with "
@@ -279,8 +282,8 @@ class StageModule(nn.Module):
 def _with_graph(result: Any, anchor: Tensor) -> Any:
     """Return outputs that `torch.utils.checkpoint` accepts: no parameters, and at least one tensor with a graph.
 
-    If layers are skipped at random, no output may have a graph. Then `anchor`, a zero that requires a gradient, is
-    added to an output.
+    If layers are skipped at random, it can happen that no output has a graph. Then `anchor`, a zero that requires a
+    gradient, is added to an output.
     """
     outputs = [result] if isinstance(result, Tensor) else list(result)
     if not torch.is_grad_enabled():

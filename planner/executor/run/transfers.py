@@ -3,8 +3,7 @@
     receive   A buffer lives from the start of the receive to the end of the forward or backward that takes the tensor.
     output    A sent activation lives until the backward of its micro-batch, long after it was delivered.
     gradient  A sent gradient lives until the next gradient is sent. Then the rank waits for the end of the earlier
-              send. No two ranks wait for each other (see `planner.core.schedule.instruction_lists`). Training steps
-              take no longer if the number of micro-batches is a multiple of the number of devices.
+              send. No two ranks wait for each other (see `planner.core.schedule.instruction_lists`).
 
 Only `isend`, `irecv` and their handles are used. Both processes of a pair begin their common transfers in the same
 order, as gloo and NCCL require. NCCL runs the transfers of a pair one after another.

@@ -37,8 +37,8 @@ class RankActivity:
         Args:
             doing: Activity, such as "forward of micro-batch 3".
             stage: Stage of this rank to which the activity belongs; None for no particular stage.
-            waits_for: Stage for which this rank waits; `ANY` or `STORE` if it is no particular stage; None if this rank
-                does not wait.
+            waits_for: Stage for which this rank waits; `ANY` for any stage; `STORE` for all ranks, over the store; None
+                if this rank does not wait.
         """
         self._now = (doing, stage, waits_for)
         self._since = time.monotonic()

@@ -90,7 +90,7 @@ def join_with_count(shown: Sequence[str], count: int, separator: str = "; ") -> 
         separator: Text between items.
 
     Returns:
-        Text such as "rank 1, rank 2, 5 others".
+        Text such as "rank 1; rank 2; 5 others".
     """
     more = [f"{count - len(shown)} others"] if count > len(shown) else []
     return separator.join([*shown, *more])

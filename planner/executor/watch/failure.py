@@ -65,7 +65,7 @@ class FailureWatch:
     def __init__(self, timeout_s: float) -> None:
         self.activity = RankActivity()
         self.saves_on_stop = False
-        """True if `stops_after` handles a signal to stop."""
+        """True if `stop_signal` handles a signal to stop."""
         self._rank, self._world = rank_and_world_size()
         self._timeout_s = timeout_s
         self._signal = 0
@@ -117,17 +117,16 @@ class FailureWatch:
         finally:
             self._stop_watching()
 
-    def stops_after(self, steps: int, *, steps_ahead: int = 1) -> int:
+    def stop_signal(self, steps: int, *, steps_ahead: int = 1) -> int:
         """Return the signal that ends the run after `steps` completed steps; 0 if the run continues.
 
-        Every rank must call this method after every step. The first rank announces the step after which all stop.
-        Other ranks read the announcement before they finish that step, because no rank can finish a step that the first
-        rank has not begun.
+        Every rank must call this method after every step. The first rank announces the step after which all ranks stop.
+        Other ranks must read the announcement before they finish that step.
 
         Args:
             steps: Number of completed steps.
-            steps_ahead: Number of steps between announcement and stop: one, plus the steps by which other ranks may be
-                ahead of the first rank.
+            steps_ahead: Number of steps from the announcement to the stop. It must be 1 plus the largest number of
+                steps that another rank may have completed before the first rank.
         """
         if self._store is None:
             return self._signal
@@ -320,7 +319,8 @@ class FailureWatch:
     def _record_signals_for(self, seconds: float) -> None:
         """Wait for `seconds`, and record signals that arrive.
 
-        A signal does not end the wait: a launcher sends it to all ranks, which would all use the store at once.
+        A signal does not end the wait. Otherwise, if a launcher sends the signal to all ranks, all ranks would use the
+        store at once.
         """
         end = time.monotonic() + seconds
         while not self._over.is_set() and select.select([self._wake[0]], [], [], max(0.0, end - time.monotonic()))[0]:

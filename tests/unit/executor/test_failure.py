@@ -105,9 +105,9 @@ def test_signals_end_a_single_process_at_once_or_after_its_step() -> None:
     assert left.value.code == 143
     with FailureWatch(60.0) as watch:
         watch.saves_on_stop = True
-        assert watch.stops_after(1) == 0
+        assert watch.stop_signal(1) == 0
         signal.raise_signal(signal.SIGTERM)
-        assert watch.stops_after(2) == signal.SIGTERM
+        assert watch.stop_signal(2) == signal.SIGTERM
     assert signal.getsignal(signal.SIGTERM) == before
 
 

@@ -196,20 +196,20 @@ def test_all_ranks_of_a_large_job_stop_after_the_same_step(watches: Watches, mon
     for watch, _ in ranks:
         watch.saves_on_stop = True
     before = store.count
-    assert [watch.stops_after(1) for watch, _ in ranks] == [0, 0, 0]
+    assert [watch.stop_signal(1) for watch, _ in ranks] == [0, 0, 0]
     assert store.count == before
     ranks[2][0]._note_signal(signal.SIGTERM)  # a scheduler may send it to one process
     ranks[2][0]._signalled -= 1.0
     keys_of_a_beat(ranks, store)
-    assert ranks[0][0].stops_after(2) == 0
+    assert ranks[0][0].stop_signal(2) == 0
     keys_of_a_beat(ranks, store)
-    assert [watch.stops_after(3) for watch, _ in ranks] == [0, 0, 0]
-    assert [watch.stops_after(4) for watch, _ in ranks] == [signal.SIGTERM] * 3
+    assert [watch.stop_signal(3) for watch, _ in ranks] == [0, 0, 0]
+    assert [watch.stop_signal(4) for watch, _ in ranks] == [signal.SIGTERM] * 3
 
 
 def test_a_small_job_stops_after_the_next_step(watches: Watches) -> None:
     """Its ranks read the decision after every step, without waiting for a beat."""
     ranks = watches(3, CountingStore())
     ranks[0]._note_signal(signal.SIGTERM)
-    assert [watch.stops_after(1) for watch in ranks] == [0, 0, 0]
-    assert [watch.stops_after(2) for watch in ranks] == [signal.SIGTERM] * 3
+    assert [watch.stop_signal(1) for watch in ranks] == [0, 0, 0]
+    assert [watch.stop_signal(2) for watch in ranks] == [signal.SIGTERM] * 3
