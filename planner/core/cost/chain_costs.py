@@ -43,9 +43,10 @@ class TiedParameters:
     """Bytes of the largest tensor that autograd allocates for the sum of both layers' gradients; 0 if it adds in place.
     """
     converted_bytes: float = 0.0
-    """Part of `gradient_bytes` that `second` has as the gradient of an autocast copy until the end of a backward."""
-    these_alone: bool = True
-    """True if a device with both layers stores the bytes once, even if it does not run the layers between them."""
+    """Part of `gradient_bytes` that belongs to parameters of which `second` uses low-precision copies (autocast)."""
+    is_pair_known: bool = True
+    """False if the profile does not say which of the layers `first` to `second` share the bytes. A device then stores
+    the bytes once only if one of its stages has all of these layers."""
     earlier: tuple[int, ...] = ()
     """Layers before `first` that share the same bytes."""
 
@@ -65,7 +66,7 @@ class FixedLayerBytes:
     optimizer_peak: FloatArray
     """Transient bytes while the optimizer updates the layer's parameters."""
     optimizer_boundary_peak: FloatArray
-    """Transient bytes while the optimizer still has tensors of the previous layer and already those of this layer."""
+    """Transient bytes while the optimizer moves from the previous layer to this one, if a stage has both."""
     buffers: FloatArray
     rewritten: FloatArray
     """Bytes of state that the forward writes; recomputation needs a copy of the old state for each micro-batch."""
@@ -101,7 +102,8 @@ class BoundaryBytes:
     """Bytes of the gradients of `input`; tensors without a gradient do not count."""
     output_gradient: FloatArray
     unsaved_output: FloatArray
-    """Part of `output` that is not in `LayerMemory.saved`; a stage that ends with the layer stores it in addition."""
+    """Part of `output` that is not in `LayerMemory.saved`. If a stage ends with the layer, the stage saves it as well.
+    """
     unkept_input: FloatArray
     """Part of `input` that no layer saves. `LayerMemory.forward` includes this part."""
     input_alive: FloatArray
@@ -114,8 +116,9 @@ class BoundaryBytes:
 class LayerMemory:
     """Bytes that one micro-batch saves in each layer, and peak memory while each layer runs.
 
-    A peak includes the bytes that all earlier layers of the chain have saved. To get the peak in a stage that begins
-    with layer i, subtract `saved[:i].sum()`. Without exact memory records, a peak is only temporary memory.
+    With exact memory records, a peak includes the bytes that all earlier layers of the chain have saved. To get the
+    peak in a stage that begins with layer i, subtract `saved[:i].sum()`. The peak `no_grad` includes no saved bytes.
+    Without exact memory records, all peaks are only temporary memory.
     """
 
     saved: FloatArray
@@ -123,7 +126,7 @@ class LayerMemory:
     """Part of `saved` that is neither received from another layer nor passed to one."""
     forward: FloatArray
     no_grad: FloatArray
-    """Highest memory of a forward without gradients, including the layer's input, but not the model's input."""
+    """Highest memory of a forward without gradients. The layer's input is included, except for layer 0."""
     first_backward: FloatArray
     """Highest memory of the first micro-batch's backward, including parameter gradients of this and later layers."""
     backward: FloatArray
@@ -146,8 +149,9 @@ class LayerMemory:
 class SplitBackwardCosts:
     """Time and memory of each layer's input-gradient pass (I) and weight-gradient pass (W).
 
-    Like the peaks in `LayerMemory`, peaks include saved bytes of earlier layers. They also include the bytes that other
-    layers store between their I and their W. Only large weight gradients are deferred: I allocates the others.
+    With exact memory records, peaks of I include the saved bytes of earlier layers, and the bytes that later layers
+    store for their W. Peaks of W include the bytes that earlier layers store for their W. Without exact memory records,
+    peaks are only temporary memory. Only large weight gradients are deferred: I allocates the others.
     """
 
     input_us: FloatArray
@@ -173,7 +177,7 @@ class SplitBackwardCosts:
 class StageMemoryModel(Protocol):
     """Memory model that a package outside `core` provides for stages, for example for compiled TPU layers.
 
-    Arrays have one row per first layer of a stage and one column per last layer, as in the table.
+    Arrays have one row per first layer of a stage and one column per last layer, as in `StageTable`.
     """
 
     def parts(self, s: "StageTable", recompute: Recompute, *, in_flight: int) -> "MemoryParts":
@@ -197,9 +201,10 @@ class LayerMemoryModel(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Storages:
-    """Tensor storages that cross boundaries between layers; arrays have one entry per output tensor of a layer.
+    """Tensor storages that cross boundaries between layers, including the model's input and output.
 
-    An entry has 0 bytes if its tensor shares the storage of another entry.
+    Arrays have one entry per storage. Two tensors may share a storage at some micro-batch sizes only. Then both have an
+    entry, and one of the entries has 0 bytes at these sizes.
     """
 
     maker: IntArray

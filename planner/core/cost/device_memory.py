@@ -76,21 +76,23 @@ class ChunkMemory(NamedTuple):
 class ChunkMemoryFunction(NamedTuple):
     """Memory of a chunk for any choice of recomputed layers; arrays have one entry for each memory part (`PARTS`).
 
-        bytes of a part = max(least, rest + saved * S) + peak
+        bytes of a part = max(least, rest + saved * S) + P
 
-    S is the number of bytes that one micro-batch saves for its backward. S and the peak depend on the choice of layers,
-    `least`, `rest` and `saved` do not.
+        S    bytes that one micro-batch saves for its backward
+        P    peak memory while a layer runs; 0 for parts without a peak
+
+    S and P depend on the choice of recomputed layers. The fields of this class do not.
     """
 
     always: float
     """Bytes that exist during the whole step."""
     least: FloatArray
-    """Lower bound of each part, in bytes, which applies if S is small."""
+    """Lower bound of each part without P, in bytes; it applies if S is small."""
     rest: FloatArray
     saved: IntArray
     """Number of times that S is included in each part."""
     peak: IntArray
-    """For each part, the field of `LayerPeaks` that is added, as its index; -1 for none."""
+    """For each part, index of the field of `LayerPeaks` that is P; -1 for parts without a peak."""
 
     def parts(self, saved: FloatArray | float, peaks: FloatArray) -> FloatArray:
         """Return the bytes of each memory part (`PARTS`), in the last dimension.
@@ -221,7 +223,7 @@ def shared_bytes(costs: ChainCosts, cuts: IntArray, num_devices: int, placement:
     shared = np.zeros((len(SharedBytes._fields), len(cuts), cuts.shape[1] - 1))
     rows = np.arange(len(cuts))
     for tie in costs.ties:
-        if not tie.these_alone:
+        if not tie.is_pair_known:
             continue
         sizes = np.rint([tie.parameter_bytes, tie.gradient_bytes, tie.optimizer_bytes, tie.cast_bytes])
         second = (cuts[:, 1:-1] <= tie.second).sum(axis=1)
@@ -278,14 +280,14 @@ def subtract_shared(
 
 
 def counts_with_permanent_bytes(counts: Sequence[FloatArray]) -> FloatArray:
-    """Return the counts of memory parts (`PARTS`) at each point in the step, after a 1 for the permanent bytes.
+    """Return the counts of permanent bytes and of memory parts (`PARTS`) at each point in the step.
 
     Args:
         counts: How many of each memory part exist, one array of shape (points, chunks, parts) per device.
 
     Returns:
-        Counts for `device_peaks`, shape (devices, points, chunks, 1 + parts). Permanent bytes exist once. The last
-        point is repeated for devices with fewer points than others.
+        Counts for `device_peaks`, shape (devices, points, chunks, 1 + parts). Entry 0 of the last dimension is 1, for
+        the permanent bytes. The last point is repeated for devices with fewer points than others.
     """
     _, chunks, num_parts = counts[0].shape
     every = np.ones((len(counts), max(map(len, counts)), chunks, 1 + num_parts))

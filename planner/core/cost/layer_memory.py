@@ -8,18 +8,25 @@ stage in order, with
     pending    storages that later layers read and that no layer has saved so far; each is saved if a layer that reads
                it is recomputed, else it is freed after the last layer that reads it
 
-Each layer adds its own peak and then its saved bytes. With exact memory records (g: gradient of the layer's output; c:
-copy of the layer's input, made if the layer writes into it; w: copy of the state that the forward changes):
+Each layer adds its own peak and then its saved bytes. The bytes of a layer are
+
+    f, b, n    peak of its forward, of its backward, and of its forward without gradients
+    g          gradient of its output
+    c          copy of its input, if the layer writes into its input
+    w          copy of the state that its forward changes
+
+With exact memory records:
 
                       not recomputed                           recomputed
-    forward           held + pending + forward peak            held + pending + c + w + peak without gradients
-    backward          held + backward peak                     held + pending + c + max(w + g + forward peak,
-                                                                                        backward peak)
+    forward           held + pending + f                       held + pending + c + w + n
+    backward          held + b                                 held + pending + c + max(w + g + f, b)
     added to held     internal bytes, and the part of its      pending, c, w, and the part of its output
                       output that it or a later layer saves    that a later layer saves
 
-Without exact memory records, each peak is temporary memory on top of all saved memory. The peak of a recomputed layer
-also includes the larger one of the layer's saved bytes and its output.
+The backward of a layer that is not recomputed runs without pending storages: they are freed by then.
+
+Without exact memory records, each peak is temporary memory on top of all saved memory. If a layer is recomputed, its
+peak also includes its saved bytes or its output, whichever is larger.
 
 Sizes are rounded to whole bytes before they are added, so that sums do not depend on the order of addition.
 """
@@ -101,9 +108,10 @@ class StageLayers:
     can_recompute: BoolArray
     """True for layers that can be recomputed: those with a backward; shape (end - first,)."""
     passed: FloatArray
-    """For each layer, bytes of the stage's copy of its input that no layer saves and that this or a later layer reads.
+    """For each layer, bytes in the copy of the stage's input that this layer or a later layer of the chain receives.
 
-    Shape (end - first + 1,); the last entry is for the end of the stage. 0 if the stage makes no copy.
+    Tensors that a layer saves do not count, and entry 0 is 0. Shape (end - first + 1,); the last entry is for the end
+    of the stage. All entries are 0 if the stage does not copy its input.
     """
 
     @classmethod
@@ -192,12 +200,15 @@ def most_bytes_freed(costs: ChainCosts) -> tuple[FloatArray, FloatArray]:
     return dropped, np.maximum(dropped - kept, 0.0)
 
 
-def least_saved_and_peaks(costs: ChainCosts, firsts: IntArray, span: slice) -> tuple[FloatArray, LayerPeaks]:
-    """Return saved bytes and peaks of stages without recomputation, to compute lower bounds with recomputation.
+def saved_and_peaks_without_recomputation(
+    costs: ChainCosts, firsts: IntArray, span: slice
+) -> tuple[FloatArray, LayerPeaks]:
+    """Return the saved bytes and peaks of stages that recompute no layer.
 
-    For a lower bound of the saved bytes, subtract `most_bytes_freed` of all recomputed layers. For a lower bound of a
-    peak, subtract `most_bytes_freed` of the recomputed layers before the layer that runs at the peak. Layers after it
-    have no saved bytes then: they will run later in a forward, and ran earlier in a backward.
+    Lower bounds for stages that recompute some layers follow from the result. For the saved bytes, subtract
+    `most_bytes_freed` of all recomputed layers. For a peak, subtract only that of layers before the layer that runs at
+    the peak: later layers have saved nothing yet in a forward, and nothing any more in a backward. Forward peaks are
+    the smaller ones of forwards with and without gradients.
 
     Args:
         costs: Costs of the layers at the plan's micro-batch size.
@@ -287,22 +298,22 @@ def _peaks(costs: ChainCosts, first: int, end: int, copied: FloatArray, own_copy
 def cast_gradient_peaks(costs: ChainCosts) -> FloatArray:
     """Return the memory that each layer needs to convert gradients of autocast's weight copies to parameter gradients.
 
-    After the first micro-batch, autograd converts them at the end of the backward, when the gradients of all copies
-    exist. The result does not include the gradients of the copies, which are as large as the copies.
+    In every micro-batch but the first, autograd converts them at the end of the backward, when the gradients of all
+    copies exist. The result does not include the gradients of the copies, which are as large as the copies.
     """
     return np.maximum(_peaks_with_and_without_grad(costs)[0].backward - costs.state.casts, 0.0)
 
 
 def recomputed_backward_peaks(costs: ChainCosts) -> tuple[FloatArray, FloatArray]:
-    """Return the peak memory of each layer's backward, if the first micro-batch is recomputed under autocast.
+    """Return the peak memory of each layer's backward in the first micro-batch, with recomputation under autocast.
 
     The peak includes gradients of later layers: those of autocast's weight copies, which exist until the stage's
     backward ends, and those of parameters without a copy.
 
     Returns:
-        Peak of each layer in a stage that ends with the last layer of the chain; and prefix sums of both kinds of
-        gradients, up to and including each layer. For a stage that ends earlier, subtract the gradients of the layers
-        after its end.
+        Two arrays. The first one has the peak of each layer in a stage that ends with the last layer of the chain. The
+        second one has the bytes of these gradients, summed from layer 0 to each layer. For a stage that ends earlier,
+        subtract the gradients of the layers after its end.
     """
     uncopied = np.maximum(costs.gradients - 2 * costs.state.casts, 0.0)
     level = costs.memory.backward - np.cumsum(uncopied) + uncopied + uncopied.sum()

@@ -9,19 +9,21 @@ The letters are those of docs/cost-model.md, for one micro-batch unless noted:
     D   copy of the input                     G    gradients of the stage's parameters (per step)
     T   autocast weight cache (per step)      Z    gradients in one message to other replicas (per step)
 
-Parts of a stage in the middle, from exact memory records. A cell lists terms that are added; O' is the gradient of O,
-and `level` the highest memory while the action runs:
+    O'  gradient of the output                f    peak while a forward runs; n: while one without gradients runs
+                                              b    peak while a backward runs; in the first backward, it includes G
 
-                      not recomputed                   recomputed
-    held              A                                E
-    forward           I + D + level                    I + D + J + level without gradients
-    first backward    I + D + level with G + O'        I + O + D + R + max(forward level + J, level) + O'
-    backward          I + D + level + O'               I + O + D + R + the same maximum, with this backward's level + O'
-    message           as `backward`, + Z               as `backward`, + Z
+Parts of a stage in the middle, from exact memory records:
 
-G, T, O' and the gradient of I are also parts of their own (`gradients`, `casts`, `output_gradient`, `input_gradient`).
-The last micro-batch has its own parts, since `except-last` does not recompute it. With a split backward, each pass has
-its own levels. The bytes that are stored between the passes are the part `weight_held`.
+                not recomputed          recomputed
+    held        A                       E
+    forward     I + D + f               I + D + J + n
+    backward    I + D + b + O'          I + D + O + R + max(f + J, b) + O'
+    message     I + D + b + O' + Z      I + D + O + b + O' + Z
+
+The first backward is a part of its own, with the same terms. G, T, O' and the gradient of I are also parts of their own
+(`gradients`, `casts`, `output_gradient`, `input_gradient`). The last micro-batch has its own parts, since `except-last`
+does not recompute it. With a split backward, each pass has its own peaks. The bytes that are stored between the passes
+are the part `weight_held`.
 `planner.core.cost.peak_points` counts the parts at each point in the step.
 
 Without exact memory records, the parts are an upper bound: the sum of all bytes that may exist. Compiled layers have a
@@ -75,7 +77,7 @@ class MemoryParts:
     sizes: Mapping[PartName, PartSize]
     """Size of each part; parts of 0 bytes may be left out."""
     last_differs: bool
-    """True if the last micro-batch is not recomputed like the others."""
+    """True if all micro-batches are recomputed, except the last one (`except-last`)."""
 
     def peak_points(self, points: PeakPoints) -> Iterator[PartsAtPoint]:
         """Yield the points in a step, in order, at which these stages may have their peak memory."""

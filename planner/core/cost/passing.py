@@ -50,8 +50,9 @@ class RelayedTensors:
         """Return the bytes of each layer's input that the stage received from earlier stages; shape (firsts, layers).
 
         Args:
-            sizes: Bytes for layers after the first layer of a stage: `self.unkept` or `self.all`.
-            own_input: Bytes for the first layer of a stage: the input of each layer.
+            sizes: Tensors that count for layers after the first layer of a stage: `self.unkept` for tensors that no
+                layer saves, or `self.all`.
+            own_input: Bytes of each layer's input, which count if the layer is the first one of a stage.
         """
         return np.where(self._is_first, own_input, _one_layer_later(sizes))
 
@@ -70,7 +71,7 @@ class RelayedTensors:
     def peak_backward(self, peaks: FloatArray, end_twice: FloatArray, backward: Backward | None = None) -> FloatArray:
         """Return the peak memory of each stage's backward, shape (firsts, layers).
 
-        The stage's output and its gradient are not included, because the stage stores them once.
+        The stage's output and its gradient are left out, because callers add them as buffers of the executor.
 
         Args:
             peaks: Peak memory of the backward of each of `layers`.

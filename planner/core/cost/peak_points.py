@@ -6,21 +6,21 @@
 
     instruction    adds                                         removes
     receive F      input                                        -
-    F              held; kept if it is the last micro-batch     input
-    send F         -  (the output is in `held` and `kept`)      -
+    F              held (last micro-batch: kept)                input
     receive B      output gradient                              -
-    B              gradients, if it is the first one            held or kept, output gradient
+    B              gradients, if it is the first B              held or kept, output gradient
     I              weight held                                  held or kept, output gradient
     W              -                                            weight held
-    first I        input backward gradients, too
+    first I        input backward gradients, too (the parameter gradients that I creates)
     first W        gradients, too                               input backward gradients, too
     send B         input gradient                               the previous input gradients
 
-While F or B runs, one of the parts `forward`, `last forward`, `first backward`, `backward` and `last backward` exists.
-I and W have such parts, too. This part includes all memory of the running micro-batch: what the instruction removes is
-already removed, and what it adds is not yet added. With replicas, `message` is the part of the last backward while
-gradients are sent. `casts` exists from the first forward to the last backward, and twice if a stage has both whole and
-split backwards. `input backward gradients` are the parameter gradients that I creates.
+While an action runs, a part named after it exists, such as `forward`, `last forward`, `first backward` or `backward`.
+This part includes all memory of the running micro-batch: its other parts are removed when the action starts, and added
+when it ends. With replicas, `message` replaces the part of the last backward while gradients are sent. `casts` exists
+from the first forward to the last backward, twice if a stage has both whole and split backwards.
+
+Each column of these examples has the counts while an action runs. The input of F1 is received before F0 runs:
 
     GPipe, M = 3, device 1     F0        F1        F2            B0              B1        B2             step
     runs                       forward   forward   last forward  first backward  backward  last backward  optimizer step
@@ -34,8 +34,8 @@ split backwards. `input backward gradients` are the parameter gradients that I c
     gradients                  0         0         0             1               1         1              1
     input, input gradient      1, 0      1, 0      1, 0          0, 1            0, 1      0, 1           0, 0
 
-The peak can only be at a few points of a long step. For a device with one stage, `stage_peak_points` lists these points
-without a simulation of the possibly many instructions. For other devices, `peak_part_counts` finds them by simulation.
+For a device with one stage, `stage_peak_points` returns the few points at which memory can peak. For other devices,
+`peak_part_counts` finds these points by simulation.
 """
 
 from array import array
@@ -177,7 +177,7 @@ class PartCounts(NamedTuple):
     during: IntArray
     """Counts while an action runs."""
     message: IntArray
-    """Counts while an action runs, if the last backward of each stage sends gradients to other replicas."""
+    """As `during`, but the part `message` or `weight_message` replaces that of each stage's last backward."""
     after: IntArray
     """Counts between each action and the next one."""
 
@@ -371,7 +371,7 @@ def peak_part_counts(actions: tuple[tuple[Action, ...], ...]) -> tuple[IntArray,
 
 
 def part_counts_at_points(actions: tuple[tuple[Action, ...], ...]) -> Iterator[IntArray]:
-    """Return the arrays of `peak_part_counts` with all distinct points of each device, which are found faster."""
+    """Return the counts of `peak_part_counts` at all distinct points, which takes less time than to select peaks."""
     return starmap(_distinct_part_counts, _programs(actions))
 
 

@@ -277,8 +277,8 @@ class _Step(NamedTuple):
     sent_over: int
     """Boundary over which the action sends, as the index of the stage before the boundary; -1 without a transfer."""
     link: int
-    """Index of the link direction over which the action sends; -1 without a transfer. With two devices in a loop
-    placement, one direction carries activations over one boundary and gradients over the next one."""
+    """Index of the pair of sending and receiving device; -1 without a transfer. Transfers with equal indices wait for
+    each other, even if they cross different boundaries."""
 
 
 @lru_cache(maxsize=64)

@@ -114,9 +114,11 @@ def split_backward_times(
 def optimizer_slack_us(stage: StageBusyTimes | StageTimes, crossing_us: Numbers) -> FloatArray:
     """Return how much longer the next stage's optimizer step may take than this stage's without delaying the next step.
 
-    The result is F + B - R + 2 C, with this stage's forward F, backward B, recomputation R and transfer C
-    (`crossing_us`). The next stage ends its last backward earlier, by B + C, but this stage recomputes before the
-    gradient arrives, so that R does not count. And the next stage begins its next forward later, by F + C.
+    The result is (C + B - R) + (F + C):
+
+    - The next stage ends its last backward earlier than this stage, by one transfer C (`crossing_us`) and this stage's
+      last backward B. The recomputation R in B does not count, because it runs before the gradient arrives.
+    - The next stage begins the next step later than this stage, by this stage's forward F and one transfer C.
     """
     alone_us = stage.last_backward_us - stage.last_recompute_us
     return np.asarray(stage.forward_us + alone_us + 2 * crossing_us)
@@ -142,7 +144,8 @@ def optimizer_delay_us(own_us: FloatArray, slack_us: FloatArray) -> FloatArray:
 
     Args:
         own_us: Time of all-reduces and optimizer steps; the last dimension is the device.
-        slack_us: `optimizer_slack_us` of each device's first stage; the last dimension is the device.
+        slack_us: How much longer the next device's `own_us` may be without additional delay: the result of
+            `optimizer_slack_us` for each device's first stage. The last dimension is the device.
     """
     tail: FloatArray = np.zeros(own_us.shape[:-1])
     for k in reversed(range(own_us.shape[-1])):

@@ -32,7 +32,7 @@ _Record = TypeVar("_Record")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StagePeaks:
-    """Peak memory of many stages, in bytes, of the micro-batch whose action runs.
+    """Highest memory of the micro-batch whose action runs, for many stages, in bytes.
 
     Other micro-batches, received input and transfer buffers are not included.
     """
@@ -48,9 +48,9 @@ class StagePeaks:
     backward: FloatArray
     """Highest memory in the backward of a micro-batch after the first."""
     first_message: FloatArray
-    """Highest memory in the first backward while gradients are sent to other replicas."""
+    """Highest memory in the backward while gradients are sent to other replicas, if M = 1."""
     message: FloatArray
-    """Highest memory in a later backward while gradients are sent to other replicas."""
+    """Highest memory in the last backward while gradients are sent to other replicas, if M > 1."""
     transient: FloatArray
     """Highest transient memory of any action, without exact memory records."""
 
@@ -92,7 +92,7 @@ class StageTable:
     casts: FloatArray
     rewritten: FloatArray
     renewed: FloatArray
-    """Tensors that each forward stores in module attributes; a micro-batch that keeps its activations has its own."""
+    """Bytes of tensors that a forward stores in module attributes. They exist as long as the forward's activations."""
     data: FloatArray
     """Bytes of those inputs and targets of the mini-batch that this stage reads."""
     input: FloatArray

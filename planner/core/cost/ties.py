@@ -1,7 +1,7 @@
 """Pairs of layers that share parameters, and the bytes that they share.
 
-Profiles give the tied bytes of a layer in total. Where several assignments to pairs are possible, the bytes are lower
-bounds.
+The bytes of a pair are lower bounds, because a profile does not list single parameters. For example, it does not say
+which of the shared parameters are trained.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ def tied_parameters_of(layers: Sequence[LayerProfile]) -> tuple[TiedParameters, 
         if not layer.tied:
             continue
         trained = _least_tied_gradient_bytes(layer)
-        for first, size, these_alone, earlier in _sharing_layers(layers, second):
+        for first, size, is_pair_known, earlier in _sharing_layers(layers, second):
             shared_bytes = trained * size / layer.tied_bytes
             ties.append(
                 TiedParameters(
@@ -29,7 +29,7 @@ def tied_parameters_of(layers: Sequence[LayerProfile]) -> tuple[TiedParameters, 
                     sum_bytes=min(float(layer.tied_view_bytes), shared_bytes),
                     converted_bytes=min(2 * _least_tied_cast_bytes(layer, size), shared_bytes),
                     cast_bytes=min(_least_tied_cast_bytes(layers[first], size), _least_tied_cast_bytes(layer, size)),
-                    these_alone=these_alone,
+                    is_pair_known=is_pair_known,
                     earlier=earlier,
                 )
             )
@@ -50,7 +50,7 @@ def _least_tied_cast_bytes(layer: LayerProfile, tied_bytes: int) -> float:
 def _sharing_layers(layers: Sequence[LayerProfile], second: int) -> list[tuple[int, int, bool, tuple[int, ...]]]:
     """Return the earlier layers with which layer `second` shares parameters.
 
-    Each tuple has the fields `first`, `parameter_bytes`, `these_alone` and `earlier` of `TiedParameters`.
+    Each tuple has the fields `first`, `parameter_bytes`, `is_pair_known` and `earlier` of `TiedParameters`.
     """
     layer, tied_bytes = layers[second], layers[second].tied_bytes
     if layer.tied_groups:

@@ -8,15 +8,16 @@ Autograd adds a's gradient to b's in place, unless b's gradient is a view of ano
 layer's weight is such a view. Then the sum is a new tensor, and three tensors exist while a runs its backward. The sum
 is no view, so gradients of further layers are added to it in place.
 
-The gradient that b has created already waits while b's own backward still runs, and raises the peak of this backward:
+While b's own backward runs, its other gradients are freed as soon as they are added to those of earlier micro-batches.
+The waiting gradient is not freed. It therefore raises the peak of b's backward:
 
     increase = (peak of b's first backward - peak of a later backward) * share of shared parameters in b's gradients
 
 The first backward is taken because all gradients of the layer stay in memory after it.
 
-Under autocast, the gradient of b is that of a low-precision copy of the parameter. It does not wait in addition,
-because it is counted with the gradients of all copies until the end of the backward. If a uses no copy, as an embedding
-does, the gradient of b is converted to the parameter's type before the backward of a.
+Under autocast, b's gradient is that of a low-precision copy of the parameter. The gradients of all copies are counted
+elsewhere, until the end of the backward, so it is not counted here. If a uses no copy, as an embedding does, b's
+gradient is converted to the parameter's type before the backward of a.
 """
 
 from collections.abc import Iterator
@@ -38,7 +39,7 @@ class WaitingGradients(NamedTuple):
     """True for each first layer of a stage to which `bytes` applies; shape (first layers,)."""
     bytes: FloatArray
     """Bytes to add to the peak memory of a backward; shape (layers, ends): layer that runs, last layer of the stage.
-    They may be negative in the first backward, whose peak includes the gradients of all later layers."""
+    They may be negative in the first backward, to correct a peak that counts a shared gradient once for each layer."""
 
 
 def waiting_gradients(

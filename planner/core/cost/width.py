@@ -10,8 +10,8 @@ In a forward, the GPUs of a group all-reduce the results of a layer. In a backwa
 
 If R replicas shard the optimizer (Rajbhandari et al., "ZeRO", arXiv:1910.02054, stage 1; the "distributed optimizer"
 of Megatron-LM), each replica has 1/R of the optimizer state and takes 1/R of the optimizer's time. The replicas sum
-gradients by a reduce-scatter, and get updated parameters by an all-gather. If parameters are not wider than gradients,
-these two collectives move as many bytes as the all-reduce of gradients without sharding.
+gradients by a reduce-scatter, and get updated parameters by an all-gather. If a parameter has no more bytes than its
+gradient, these two collectives move as many bytes as the all-reduce of gradients without sharding.
 """
 
 from collections.abc import Callable, Mapping
@@ -91,9 +91,13 @@ def usable_tensor_parallel_widths(profile: Profile, inputs: Inputs) -> tuple[int
 
 
 def merge_tensor_parallel_profiles(profiles: Mapping[str, Profile]) -> Profile:
-    """Return one profile from profiles of a model with different tensor-parallel widths, by the names of their files.
+    """Return one profile with the layer costs of several profiles, which differ in their tensor-parallel widths.
 
-    The smallest width comes first in the result.
+    Args:
+        profiles: Profiles of one model by file name, which error messages quote. No two have a width in common.
+
+    Returns:
+        Profile of the smallest width, with the costs at the other widths in `Profile.widths`.
 
     Raises:
         UsageError: Two profiles differ in more than the width, or have the same width.

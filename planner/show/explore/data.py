@@ -193,7 +193,7 @@ class _NearbyStages:
             "blocking": [link.blocking for link in links],
             "layouts": [layout.json_data() for layout in self.layouts.values()],
             "balances": self.balances,
-            "ties": [_tie(tie, is_exact=self.chain.one.exact) for tie in self.chain.one.ties if tie.these_alone],
+            "ties": [_tie(tie, is_exact=self.chain.one.exact) for tie in self.chain.one.ties if tie.is_pair_known],
             "steps": [[code, *change] for code, change in self.menu.entries],
             "schedules": [self._schedule(one, layouts) for one in self.menu.schedules],
         }

@@ -10,7 +10,7 @@ import numpy as np
 
 from planner.core.cost.arrays import FloatArray, IntArray
 from planner.core.cost.chain_costs import ChainCosts
-from planner.core.cost.layer_memory import least_saved_and_peaks, most_bytes_freed
+from planner.core.cost.layer_memory import most_bytes_freed, saved_and_peaks_without_recomputation
 from planner.core.cost.memory import stage_memory_functions
 from planner.core.cost.peak_points import PeakPoints
 from planner.solve.layers.cheapest import RELATIVE, LayerChoice, cheapest_recomputed_layers
@@ -116,7 +116,7 @@ def least_recompute_us(
     to freed bytes, at most `_MOST_RATIOS`.
     """
     span = slice(int(firsts[0]), stop)
-    saved, levels = least_saved_and_peaks(costs, firsts, span)
+    saved, levels = saved_and_peaks_without_recomputation(costs, firsts, span)
     must_go = np.full(saved.shape, -np.inf)
     for function in stage_memory_functions(costs, firsts, stop, points):
         over = function.fixed - limit_bytes

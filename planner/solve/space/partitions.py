@@ -21,7 +21,7 @@ from planner.core.cost.device_memory import (
     shared_bytes,
     subtract_shared,
 )
-from planner.core.cost.layer_memory import SavedAndPeaks, least_saved_and_peaks, most_bytes_freed
+from planner.core.cost.layer_memory import SavedAndPeaks, most_bytes_freed, saved_and_peaks_without_recomputation
 from planner.core.cost.peak_points import PARTS, part_counts_at_points, peak_part_counts
 from planner.core.cost.simulate import makespans
 from planner.core.cost.stage_time import (
@@ -304,7 +304,7 @@ class Evaluator:
         parts = np.full((self.case.costs.num_layers + 1, self.width, 1 + len(PARTS)), np.inf)
 
         def block(firsts: IntArray, stop: int) -> list[FloatArray]:
-            saved, levels = least_saved_and_peaks(self.case.costs, firsts, slice(int(firsts[0]), stop))
+            saved, levels = saved_and_peaks_without_recomputation(self.case.costs, firsts, slice(int(firsts[0]), stop))
             stages = with_recomputed_layers(self._stages_in(firsts, stop), SavedAndPeaks(saved, *levels))
             return list(part_bytes_of_stages(stages, "layers"))
 

@@ -10,7 +10,7 @@ import pytest
 from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.costs import costs_at
 from planner.core.cost.device_memory import chunk_memory, chunk_memory_function
-from planner.core.cost.layer_memory import StageLayers, least_saved_and_peaks, most_bytes_freed
+from planner.core.cost.layer_memory import StageLayers, most_bytes_freed, saved_and_peaks_without_recomputation
 from planner.core.cost.memory import peak_bytes_of_stages, stage_memory, stage_memory_functions
 from planner.core.values.plan import StageMemory
 from tests.support.chains import chain, layer, random_profile, record, tensor
@@ -252,7 +252,7 @@ def test_least_levels_are_at_most_those_of_any_choice(*, is_exact: bool) -> None
     for seed in range(8):
         costs = costs_at(random_profile(seed, 5, exact=is_exact, sizes=(1, 4)), 3)
         firsts, savings = np.array([1, 2]), most_bytes_freed(costs)
-        saved, levels = least_saved_and_peaks(costs, firsts, slice(1, 5))
+        saved, levels = saved_and_peaks_without_recomputation(costs, firsts, slice(1, 5))
         for row, first in enumerate(firsts.tolist()):
             for end in range(first + 1, 6):
                 stage = StageLayers.of(costs, first, end)
