@@ -43,7 +43,8 @@ class AttributeChange:
     leaves: tuple[Any, ...]
     """Leaves of the value that was set, of the appended items, or of all items of a replaced list.
 
-    Each is a `leaves.Leaf` in a `Recording`; otherwise, the tensor or plain value itself."""
+    If the change belongs to a `Recording`, each leaf is a `leaves.Leaf`. In a result of `AttributeSnapshot.changes`,
+    each leaf is the tensor or plain value itself."""
 
     @property
     def contains_tensor(self) -> bool:
@@ -130,7 +131,7 @@ def apply_change(model: nn.Module, change: AttributeChange, leaves: Sequence[Any
         leaves: New values, in the order of `change.leaves`.
 
     Raises:
-        LookupError: The dict or list that contains the attribute does not exist.
+        LookupError: The value that contains the changed entry (a dict, list or object) does not exist in `model`.
     """
     value = unflatten(leaves, change.nest)
     container = _container(model, change)

@@ -32,9 +32,10 @@ def written_states(recording: Recording, names: Mapping[int, str], assigned: Map
 
     Args:
         recording: One forward.
-        names: Names of the tensors that exist before and after the forward; keys are numbers of storages.
-        assigned: Buffers that the forward replaced. Keys are numbers of the former storages, and values are the paths
-            of the modules that own the buffers.
+        names: Name of each tensor that exists before and after the forward, by the number of its storage in
+            `recording`.
+        assigned: Path of the module of each buffer that the forward replaced, by the number of the buffer's former
+            storage in `recording`.
     """
     flow = recording.flow.nodes
     times: dict[int, list[int]] = {}
@@ -98,10 +99,11 @@ def attribute_states(first: Recording, second: SecondForward) -> list[CarriedSta
 
 
 def reused_tables(first: Recording, second: SecondForward) -> dict[AttributeKey, int]:
-    """Return the attributes of modules that cache a table in the first forward and reuse it in the second.
+    """Return the attributes in which the first forward caches a table that the second forward reuses.
 
-    Such an attribute contains a table, or a number that is cached with a table, such as its length. Tables without such
-    a number are not returned.
+    A table is a tensor that depends on no parameter, floating-point input or random number, such as a mask. Attributes
+    with a number that the same module caches, such as the table's length, are also returned. Tables in modules without
+    a cached number are left out.
 
     Returns:
         For each attribute, the time in `first` at which the call that sets the attribute ends.

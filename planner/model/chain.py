@@ -1,4 +1,4 @@
-"""Represent a model as a chain of layers: layer l maps the tensors at boundary l - 1 to those at boundary l.
+"""Represent a model as a chain of layers: each layer maps the tensors at one boundary to those at the next boundary.
 
 In an `nn.Sequential`, each child is a layer (nested Sequentials are flattened). The name of a layer is its module path,
 and any nest of tuples, lists and dicts of tensors may cross a boundary. Any other model is cut according to its outline
@@ -81,7 +81,10 @@ class Chain:
         return self.names[:-1] if self.outline is None else self.outline.ends
 
     def modules(self, layer: int) -> tuple[str, ...]:
-        """Return the paths of a layer's modules, in execution order; empty if the layer is one module."""
+        """Return the paths of a layer's modules, in execution order.
+
+        The result is empty if the layer is a single module, whose path is the layer's name.
+        """
         name = self.layers[layer].name
         modules = (name,) if self.outline is None else self.outline.modules[layer]
         return () if modules == (name,) else modules
@@ -206,8 +209,7 @@ def shared_parameters(layers: Sequence[Layer]) -> list[list[tuple[int, str]]]:
 def tied_parameters(layers: Sequence[Layer]) -> dict[str, tuple[str, ...]]:
     """Return, for each name of a tied parameter, its names in the other layers that have it.
 
-    A layer may use a parameter of a module outside the layer. Instead of the parameter's name, the layer's name is then
-    returned.
+    If the parameter belongs to a module outside of such a layer, the layer's name is returned instead.
     """
     tied: dict[str, tuple[str, ...]] = {}
     for owners in shared_parameters(layers):

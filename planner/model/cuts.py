@@ -146,9 +146,9 @@ class PossibleCuts:
         )
 
     def count_operands_and_results(self, cut: int) -> tuple[int, int]:
-        """Count the tensors that are sent only as operands of repeated code, and the results of this code.
+        """Count the tensors that cross a cut only for repeated code, and the results that this code computes again.
 
-        Repeated code runs both before and after the cut.
+        Repeated code runs before the cut, and again after the cut.
         """
         flow = self.recording.flow.nodes
         read_after = {flow[v]["storage"] for v, _, last, _ in self._lives if last >= cut}
@@ -158,7 +158,7 @@ class PossibleCuts:
         return len(crossing - read_after), sum(self.sent_result(number, cut) is None for number in repeated)
 
     def model_tensors(self, first: int, end: int) -> frozenset[str]:
-        """Return the names of the parameters and buffers that a stage between two cuts needs."""
+        """Return the names of the parameters and buffers that a stage from time `first` to time `end` needs."""
         inside = (o.model_tensors for o in self.recording.operators if first <= o.time < end)
         # The model's output is used at the end of the last layer.
         used_before = END + 1 if end == END else end
@@ -205,7 +205,7 @@ class PossibleCuts:
 
         - after each block (a member of a ModuleList, ModuleDict or Sequential)
         - outside of blocks, after modules that contain modules with parameters
-        - between these cuts, after other modules, if the bytes that cross are at most `_NEAR` times the fewest bytes
+        - between two of these cuts, after other modules: where the fewest bytes cross, or at most `_NEAR` times as many
         - within blocks, if `granularity` is `fine` and few bytes cross
         """
         calls = self.recording.calls
@@ -282,10 +282,10 @@ class PossibleCuts:
         return not call.constant and call.exit <= self._last_trained
 
     def _no_wider_than_around(self, cuts: list[int], calls: Sequence[ModuleCall]) -> list[int]:
-        """Return the cuts, except those inside one of `calls` at which the bytes exceed a limit.
+        """Return the cuts without those inside one of `calls` that are crossed by too many bytes.
 
-        The limit is `_NEAR` times the bytes that cross the start or the end of the call, whichever are more. They
-        include outputs that the loss does not read, so that the limit is the same for every loss.
+        The limit is `_NEAR` times the bytes that cross the start or the end of the call, whichever are more. Outputs
+        that the loss does not read count there, so that the limit is the same for every loss.
         """
         narrow = []
         for cut in cuts:

@@ -30,7 +30,8 @@ class DefaultLoss:
         """Return the loss in a model's output.
 
         Raises:
-            ModelError: The output has no loss, several possible losses, or another loss than the first output.
+            ModelError: The output has no loss, or several possible losses, or it lacks the loss that was found in the
+                first output.
         """
         if self._taken is None:
             self._taken = self._chosen(output)

@@ -65,7 +65,7 @@ class Ghost(Tensor):
 
     @property
     def fake_tensor(self) -> FakeTensor:
-        """Torch's fake tensor in this ghost. Ghosts share memory if their fake tensors share a storage."""
+        """Torch's fake tensor in this ghost. Ghosts whose fake tensors share a storage count as views of one tensor."""
         if self._fake is None:
             with _mode(), torch._C.DisableTorchFunction():
                 self._fake = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device=self.device)  # type: ignore[assignment]

@@ -39,9 +39,9 @@ def shape_at(pair: ShapePair, size: int) -> tuple[int, ...]:
 
 
 def candidates_in_both_recordings(recording: Recording, other: Recording) -> dict[FunctionResult, ShapePair]:
-    """Return the `Recording.candidates` that occur in both recordings, each with its shapes in both batches.
+    """Return the function results that may be sent across cuts, each with its shapes in both batches.
 
-    Candidates whose shape depends on the data are left out.
+    Results that occur in one recording only are left out, and those whose shape depends on the data.
 
     Args:
         recording: Forward of a batch of `SIZES[0]` samples.

@@ -42,9 +42,9 @@ _OBJECT_DEPTH = 3
 
 
 def type_that_holds_samples(value: Any, num_samples: int) -> str:
-    """Return the type of an object in a nested batch that holds tensors of `num_samples` samples; empty if none does.
+    """Return the type of an object in a batch that cannot be split into micro-batches; empty if there is none.
 
-    Such an object cannot be split into micro-batches.
+    Such an object has tensors of `num_samples` samples in its attributes or items, and is no tuple, list or dict.
     """
     objects = [leaf for leaf in tree_leaves(value) if not isinstance(leaf, Tensor)]
     return next((type(each).__name__ for each in objects if _holds_samples(each, num_samples, _OBJECT_DEPTH)), "")

@@ -12,7 +12,12 @@ from torch import Tensor
 
 
 def meta_tensor_like(tensor: Tensor, shape: Sequence[int] | None = None) -> Tensor:
-    """Return a tensor on the meta device in the memory layout in which `tensor` is sent, by default with its shape."""
+    """Return a tensor on the meta device with the dtype and the order of dimensions in memory of `tensor`.
+
+    Args:
+        tensor: Tensor that is sent.
+        shape: Shape of the result; by default that of `tensor`.
+    """
     return torch.empty_permuted(
         tensor.shape if shape is None else tuple(shape),
         _order(tensor),

@@ -62,7 +62,7 @@ class ModelOutline:
     names: tuple[str, ...]
     """Names of the layers; there is one layer more than there are cuts."""
     ends: tuple[str, ...]
-    """For each cut, the name of the layer before it if `uncut` were empty. The option `uncut` refers to these names."""
+    """For each cut, its name in the option `uncut`. The name does not change if other cuts are removed."""
     modules: tuple[tuple[str, ...], ...]
     """For each layer, the paths of the largest modules that run completely in the layer, in order."""
     model_tensors: tuple[frozenset[str], ...]

@@ -17,10 +17,10 @@ _CONVERTED: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch
 
 
 def in_precision(loaded: LoadedModel, precision: Precision) -> LoadedModel:
-    """Return `loaded` with batches and a loss for a model that runs in `precision`.
+    """Return `loaded` with inputs and a loss function for `precision`.
 
-    If the precision converts parameters, it converts floating-point inputs, too. The loss is always computed in
-    float32.
+    If the precision converts parameters, floating-point inputs are converted, too. The loss is always computed in
+    float32. The model itself is converted later, after it is built (`convert_in_place`).
     """
     if not precision:
         return loaded

@@ -79,7 +79,7 @@ class RecordedOperator:
     writes: tuple[int, ...]
     """Versions that the operator overwrote."""
     region: int = -1
-    """Number of the outermost region around the operator; -1 if there is none."""
+    """Index in `Recording.regions` of the outermost region in which the operator ran; -1 if there is none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,9 +136,13 @@ class Recording:
     - `created`: time of creation
     - `uses`: times of all uses"""
     values: list[tuple[int, TensorMeta]] = field(default_factory=list)
-    """Tensors that may cross a cut (inputs, results of calls, candidates), as distinct pairs (storage, geometry)."""
+    """Tensors that may cross a cut: inputs, results of calls, and `candidates`. Each is a pair of the number of its
+    storage and its `TensorMeta`."""
     exposures: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
-    """For each storage, pairs (index in `values`, number of the call that returned the tensor or -1 for an input)."""
+    """For each storage, the inputs and results of calls that are in this storage.
+
+    Each is a pair: index of the tensor in `values`, and number of the call that returned the tensor (-1 for an input).
+    """
     inputs: tuple[Leaf, ...] = ()
     input_nest: Nest = field(default_factory=Nest)
     decisions: list[int] = field(default_factory=list)
@@ -146,7 +150,7 @@ class Recording:
     reads: list[tuple[int, ...]] = field(default_factory=list)
     """For each operator, the versions that it reads."""
     regions: list[Region] = field(default_factory=list)
-    """Regions that no cut may go through."""
+    """Checkpoints and autograd functions that ran in the forward. No cut may divide one that calls modules."""
     candidates: list[FunctionResult] = field(default_factory=list)
     """Function results that may be sent across cuts: floating-point tensors and random numbers, in order."""
     outputs: tuple[int, ...] = ()
@@ -157,9 +161,9 @@ class Recording:
     states: tuple[CarriedState, ...] = ()
     """State that the model keeps from one forward to the next."""
     reused_tables: dict[tuple[str, tuple[Any, ...]], int] = field(default_factory=dict)
-    """For attributes with cached tables, which only the first forward computes: end of the call that sets them.
+    """For each attribute with a table that only the first forward computes, the end of the call that sets it.
 
-    Numbers that are cached with a table are included, as in `if length > self.cached_length`."""
+    Attributes with a number that is cached with a table, such as its length, are also keys."""
     draws_on_host: bool = False
     """True if the forward draws from Python's or NumPy's generator."""
     unread: frozenset[int] = frozenset()

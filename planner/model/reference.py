@@ -86,7 +86,8 @@ class ReferenceOptions:
     skipped: tuple[SkippedModule, ...] = ()
     """Modules that return their input, to shorten the model."""
     lean: bool = False
-    """True to give parameters new random values, so that only layers that are not skipped need memory for them."""
+    """True to build the model without the user's initial values. Layers that are not skipped get random values. Skipped
+    layers take no memory."""
 
 
 def train_reference(

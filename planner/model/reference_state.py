@@ -32,7 +32,10 @@ class ReferenceState:
     """Largest absolute value in all gradients."""
 
     def use_as_parameters(self, named: Mapping[str, Tensor]) -> None:
-        """Use this state's tensors, loaded from a file, as memory of parameters. Writes do not change the file."""
+        """Replace the data of parameters with this state's tensors, which must be loaded from a file.
+
+        `named` has the parameters by name. Later writes into the parameters do not change the file.
+        """
         for name, parameter in named.items():
             values = self.tensors[f"parameter:{name}"]
             assert values is not None

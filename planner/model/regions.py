@@ -55,8 +55,8 @@ class RegionFinder:
     """Finder of the checkpoints and autograd functions that are running, by Python's stack frames.
 
     Args:
-        run: Code object of the function with which the recorder runs calls of modules. The search through the stack
-            frames, from the innermost outwards, ends at a frame of this function.
+        run: Code object of the recorder's function that runs a call of a module. On the stack, a frame of this function
+            separates the frames of a module's own code from those of its caller.
         regions: List that receives the regions, in the order in which they begin.
     """
 
@@ -77,7 +77,10 @@ class RegionFinder:
         return around
 
     def begin_call(self) -> None:
-        """Record that a call begins. Call `regions_around` for its frame just before."""
+        """Record that a call of a module begins.
+
+        Before, `regions_around` must be called with the frame of the code that makes the call.
+        """
         self._levels.append([])
 
     def end_call(self) -> None:

@@ -10,9 +10,9 @@ returns the received tensor.
 
 Without sent results, x0, r0 and r1 would cross this cut. With x1 and x2 as sent results, only x2 crosses it.
 
-Random numbers are always sent, because later stages would draw other ones. Any other sent result never adds bytes to a
-cut. It replaces operands that no other code reads after the cut. These operands together have more bytes, or equally
-many if later stages would need parameters or buffers. No two sent results replace the same tensors.
+Random numbers are always sent, because later stages would draw other ones. Any other result is sent only if it has
+fewer bytes than the operands that it replaces: those that no other code reads after the cut. With equally many bytes,
+it is sent if later stages would need parameters or buffers to compute it. No two sent results replace the same tensors.
 """
 
 from bisect import bisect_right

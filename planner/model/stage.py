@@ -1,9 +1,10 @@
 """Run a stage of a model that is not a Sequential: the model's own forward, in which only the stage's layers run.
 
-Modules before the stage do not run. If the stage needs the result of such a module, a call returns received tensors.
-Otherwise it returns an absent ghost (`ghosts.py`). The same holds for functions between these modules whose results are
-sent (`sent_results.py`). Parameters of other stages that the model's own code uses are absent ghosts, too. The stage
-checks that no output and no sent tensor depends on an absent ghost.
+Modules before the stage do not run. If the model's code calls one of them, the call returns the received tensors if the
+stage needs the result. Otherwise the call returns an absent ghost (`ghosts.py`), which is a tensor without values. The
+same holds for functions between these modules whose results are sent (`sent_results.py`). Parameters of other stages
+that the model's own code uses are absent ghosts, too. The stage checks that no output and no sent tensor depends on an
+absent ghost.
 
 The forward ends after the stage's last module, or after a sent result that follows it. The modules are modified only
 while a stage runs.

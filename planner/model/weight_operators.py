@@ -1,11 +1,13 @@
-"""Operators whose weight gradient (W) can be computed later than their input gradient (I).
+"""Operators whose weight gradient (pass W) can be computed later than their input gradient (pass I).
 
-    y = x W + b      I: dx = dy Wᵀ      W: dW = xᵀ dy, db = the sum of dy over rows
+    forward:    y = x w + b             x: input, w: weight, b: bias, y: result
+    pass I:     dx = dy wᵀ              dx, dw, db, dy: gradients of the loss with respect to x, w, b, y
+    pass W:     dw = xᵀ dy
+                db = the sum of dy over rows
 
-Here x is the input, W the weight, b the bias, y the result, and dx, dW, db, dy are the gradients of the loss with
-respect to them. Linear layers, convolutions and embeddings contain nearly all parameters of a model. The two parts of
-their backward, I and W, do not need each other's results. The same kernels as in torch compute them, with factors in
-the same order and layout, so that gradients are bit-for-bit equal.
+Linear layers, convolutions and embeddings contain nearly all parameters of a model. The two passes of their backward do
+not need each other's results. The same kernels as in torch compute them, with factors in the same order and layout, so
+that gradients are bit-for-bit equal.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,18 +30,21 @@ class Operands(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Product:
-    """Product `x W + b` with a matrix W; x has two or more dimensions."""
+    """Product `x w + b` of an input x, which has two or more dimensions, and a weight w, which is a matrix."""
 
     call: Callable[[Operands], Tensor]
     is_transposed: bool
-    """True if W has one row per output feature, as in a linear layer."""
+    """True if the weight has one row per output feature, as in a linear layer."""
 
     def forward(self, operands: Operands) -> Tensor:
         """Return the product, computed by the original function."""
         return self.call(operands)
 
     def input_gradient(self, gradient: Tensor, operands: Operands) -> Tensor:
-        """Return `dy Wᵀ`, as `mm_mat1_backward` of torch's FunctionsManual.cpp computes it."""
+        """Return the gradient of the input: `gradient` times the transposed weight.
+
+        It is computed like `mm_mat1_backward` of torch's FunctionsManual.cpp.
+        """
         rows, factor = _rows(gradient), self._factor(operands.weight)
         # A column-major x gets a column-major gradient.
         if _is_by_columns(_rows(operands.x)):
@@ -47,7 +52,11 @@ class Product:
         return rows.mm(factor.t()).reshape(operands.x.shape)
 
     def weight_gradients(self, gradient: Tensor, operands: Operands) -> tuple[Tensor, Tensor | None]:
-        """Return `dW = xᵀ dy`, as `mm_mat2_backward` of torch computes it, and `db`, the sum of dy over rows."""
+        """Return the gradients of the weight and of the bias (None without a bias).
+
+        That of the weight is the transposed input times `gradient`, computed like `mm_mat2_backward` of torch's
+        FunctionsManual.cpp. That of the bias is the sum of `gradient` over rows.
+        """
         rows, inputs = _rows(gradient), _rows(operands.x)
         by_columns = _is_by_columns(self._factor(operands.weight))
         product = rows.t().mm(inputs).t() if by_columns else inputs.t().mm(rows)
