@@ -3,7 +3,7 @@
     without an extra    numpy, pydantic, pyyaml, rich, typer     solve, check, show, emit, compare, sweep, verify --run
     train               torch, fvcore, networkx, safetensors     profile, verify, check --model, train.py
     milp                pulp, highspy                            solve --solver milp, lower bounds for several chunks
-    tpu                 jax, libtpu, torchax, and train          profile --device tpu:v2, train_jax.py
+    tpu                 extra `train`, jax, libtpu, torchax      profile --device tpu:v2, train_jax.py
 
 Code that needs an extra imports the extra's packages within `importing`. Before work that imports them later,
 `check_installed` reports missing packages early. The model of a config.json also needs transformers, which is in no

@@ -30,7 +30,7 @@ class Verdict:
 
     schema: Literal["gpipe-plan/check/v1"] = "gpipe-plan/check/v1"
     fits: bool
-    """True if the check passes: no finding is an error and, with `strict`, none is a warning."""
+    """True if no finding of any kind is an error and, with `strict`, none is a warning: the check passes."""
     findings: tuple[Finding, ...]
     plan: Plan | None
     """Plan with values computed from the profile; None if the profile does not match the plan."""
@@ -266,14 +266,14 @@ def checkable_report(written: Plan, verdict: Verdict) -> SolverReport | None:
     """Return the solver report of a stored plan; None if its status, lower bound, gap and frontier cannot be checked.
 
     They can be checked if the plan fits the memory limits of its own request and was made from the verdict's profile.
-    A plan of given cuts without a frontier has no such values, so the result is None.
+    The result is also None if there is nothing to check: the cuts were given, and the plan has no frontier.
 
     Args:
         written: Plan as stored.
         verdict: Verdict on this plan.
 
     Returns:
-        The stored report. If the verdict changed the plan's status, the report of `verdict.plan`.
+        The stored report. If the stored step time is wrong, the report of `verdict.plan`, in which cuts are `given`.
     """
     now, codes = verdict.plan, {each.code for each in verdict.findings}
     if now is None or codes & {"GP101", "GP201"} or now.inputs != written.inputs:

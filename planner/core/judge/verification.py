@@ -28,9 +28,9 @@ class Tolerance:
     step: float
     """Error of the step time, in either direction, as a share of the prediction."""
     memory_below: float
-    """Share by which a predicted peak may be below the measured one."""
+    """How far a predicted peak may be below the measured peak, as a share of the measured peak."""
     memory_above: float
-    """Share by which a predicted peak may be above the measured one."""
+    """How far a predicted peak may be above the measured peak, as a share of the measured peak."""
     memory_slack_bytes: int = SLACK_BYTES
     """Error of a peak, in bytes, that is tolerated in addition to the shares, in either direction."""
 

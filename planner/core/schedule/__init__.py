@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Final
 
-from planner.core.schedule.base import Action, Schedule, StageTimeSums
+from planner.core.schedule.base import Action, ComputeTimeBounds, Schedule
 from planner.core.schedule.dualpipev import DualPipeV
 from planner.core.schedule.gpipe import GPipe
 from planner.core.schedule.interleaved import Interleaved
@@ -49,6 +49,7 @@ __all__ = [
     "SPLITTING",
     "Action",
     "ActionKind",
+    "ComputeTimeBounds",
     "DeadlockError",
     "Instruction",
     "Label",
@@ -57,7 +58,6 @@ __all__ = [
     "MessageKind",
     "NeededMessage",
     "Schedule",
-    "StageTimeSums",
     "allowed_schedules",
     "check_orders",
     "devices_of",

@@ -43,17 +43,17 @@ class Action(NamedTuple):
         return None if match is None else cls(int(match[1]), _LETTERS[match[2]], int(match[3]))
 
 
-class StageTimeSums(NamedTuple):
+class ComputeTimeBounds(NamedTuple):
     """Lower bounds of compute times for one micro-batch in microseconds, valid for every partition."""
 
     work_us: float
     """Forward plus backward time of all layers on the fastest device."""
     forward_us: float
-    """Lower bound of the largest forward time of a device."""
+    """Time that some device of every partition takes at least for its forwards."""
     backward_us: float
-    """Lower bound of the largest backward time of a device."""
+    """Time that some device of every partition takes at least for its backwards."""
     pair_us: float
-    """Lower bound of the largest forward plus backward time of a device."""
+    """Time that some device of every partition takes at least for its forwards and backwards together."""
 
 
 class Schedule(ABC):
@@ -165,7 +165,7 @@ class Schedule(ABC):
             most = max(most, waiting)
         return most
 
-    def bound_us(self, loads: StageTimeSums, micro_batches: int, chunks: int) -> float:
+    def bound_us(self, bounds: ComputeTimeBounds, micro_batches: int, chunks: int) -> float:
         """Return a lower bound of the step time of every partition, in microseconds.
 
         The bound ignores memory, links, overheads and recomputation. It is at least the work of the busiest device.
@@ -173,14 +173,14 @@ class Schedule(ABC):
         device runs one stage, each of the other micro-batches adds the largest backward time of a device.
 
         Args:
-            loads: Lower bounds of the compute time of one micro-batch.
+            bounds: Lower bounds of the compute time of one micro-batch.
             micro_batches: Number of micro-batches.
             chunks: Stages per device.
         """
         if self.splits_backward:
-            return micro_batches * loads.pair_us
-        one_after_the_other = (micro_batches - 1) * loads.backward_us if chunks == 1 else 0.0
-        return max(micro_batches * loads.pair_us, loads.work_us + one_after_the_other)
+            return micro_batches * bounds.pair_us
+        one_after_the_other = (micro_batches - 1) * bounds.backward_us if chunks == 1 else 0.0
+        return max(micro_batches * bounds.pair_us, bounds.work_us + one_after_the_other)
 
     def longest_stage_us(self, upper_us: float, work_us: float, micro_batches: int) -> float:
         """Return an upper bound of the forward plus backward time of a stage in plans faster than `upper_us`.

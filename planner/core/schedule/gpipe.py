@@ -10,7 +10,7 @@ of the forwards.
 
 from math import inf
 
-from planner.core.schedule.base import Action, Schedule, StageTimeSums
+from planner.core.schedule.base import Action, ComputeTimeBounds, Schedule
 
 
 class GPipe(Schedule):
@@ -32,13 +32,13 @@ class GPipe(Schedule):
         """Return the number of micro-batches, because all of them are in flight after the last forward."""
         return micro_batches
 
-    def bound_us(self, loads: StageTimeSums, micro_batches: int, chunks: int) -> float:
+    def bound_us(self, bounds: ComputeTimeBounds, micro_batches: int, chunks: int) -> float:
         """Return a lower bound of the step time of every partition, in microseconds.
 
         The first micro-batch takes its time in all stages. Each other one adds the largest forward time and the largest
         backward time of a device.
         """
-        return loads.work_us + (micro_batches - 1) * (loads.forward_us + loads.backward_us)
+        return bounds.work_us + (micro_batches - 1) * (bounds.forward_us + bounds.backward_us)
 
     def longest_stage_us(self, upper_us: float, work_us: float, micro_batches: int) -> float:
         """Return an upper bound of the forward plus backward time of a stage in plans faster than `upper_us`.

@@ -4,7 +4,8 @@
     device 0: 0F0 0F1 2F0 2F1 2I0 2W0 2I1 2W1 0I0 0W0 0I1 0W1
     device 1: 1F0 1F1 3F0 3I0 3F1 3I1 3W0 1I0 3W1 1I1 1W0 1W1
 
-Rounds are those of interleaved 1F1B. I and W are ordered as in ZB-H1. With one stage per device, the schedule is ZB-H1.
+As in interleaved 1F1B, a stage runs several micro-batches before the device turns to its next stage. I and W are
+ordered as in ZB-H1. With one stage per device, the schedule is ZB-H1.
 """
 
 from planner.core.schedule.base import Action

@@ -42,7 +42,10 @@ class ActionKind:
     message_kind: MessageKind | None
     """Type of message that the action sends and waits for; None if it exchanges nothing with other stages."""
     follows: MessageKind | None
-    """Message whose sender on the same stage must run before, if the action receives none: F before B, I before W."""
+    """If the action waits for no other stage: `message_kind` of the action that must run before on the same stage.
+
+    Examples: F before B on the last stage, I before W on every stage.
+    """
     paper: tuple[str, ...]
     """Colors of the action's boxes in pictures, as hex, one per chunk in turn; readable on dark and light
     backgrounds."""

@@ -1,8 +1,8 @@
 """Instruction lists of devices, including transfers, and the dependencies between actions.
 
-Only this module knows which stages exchange messages. A forward of stage s waits for the forward of stage s-1. A
-backward or input-gradient pass waits for the same pass of stage s+1, and on the last stage for the stage's own forward.
-A weight-gradient pass waits for its input-gradient pass. `ActionKind.direction` and `ActionKind.follows` encode this.
+A forward (F) of stage s waits for F of stage s-1. A backward (B) or input-gradient pass (I) waits for B or I of stage
+s+1; on the last stage, it waits for F of the same stage. A weight-gradient pass (W) waits for I of the same stage.
+Other modules get these dependencies from the functions of this module.
 """
 
 from collections.abc import Mapping, Sequence
@@ -121,8 +121,8 @@ def instruction_lists(actions: Sequence[Sequence[Action]]) -> tuple[tuple[Instru
     """Return the instruction lists of all devices: their actions and the transfers between them.
 
     `actions` has the actions of each device, in order. Any two devices have their transfers in the same order, so they
-    cannot block each other. A device starts to receive an activation before it runs its own next action, so that the
-    transfer overlaps with that action.
+    cannot block each other. If possible, a device starts to receive an activation one action before the action that
+    needs it, so that the transfer overlaps with an action.
 
     Raises:
         DeadlockError: The action orders wait for each other in a circle, or for a missing action.

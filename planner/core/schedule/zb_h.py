@@ -29,7 +29,7 @@ class ZBH1(Schedule):
     torch_name = ""
     splits_backward = True
     passes_per_stage: ClassVar[int] = 1
-    """Warm-up forwards of a stage for each later stage, and W passes that it defers for each earlier stage."""
+    """Number n: stage i has n (K-1-i) warm-up forwards, and defers n i weight-gradient passes (W)."""
 
     def order(self, device: int, num_devices: int, micro_batches: int, chunks: int) -> tuple[Action, ...]:
         """Return the warm-up forwards, then F, I and a deferred W in turn, then the remaining W."""

@@ -40,7 +40,7 @@ class RunPrediction:
     reserve_bytes: int = 0
     """Memory of each device that its allocator does not count, in bytes; included in the predicted peak."""
     device: str = ""
-    """Kind of the profiled device, such as `tpu`, if the bundled executor uses CPUs instead; else empty."""
+    """Kind of the profiled device, such as `tpu`, if the executor cannot train on it and uses CPUs; else empty."""
     plan: str = "plan.yaml"
     profile: str = "profile.yaml"
     solve: tuple[str, ...] = ()

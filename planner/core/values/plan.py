@@ -173,7 +173,7 @@ class StageMemory:
     in_flight: int = 0
     """Data of the mini-batch, and inputs, outputs and saved activations of the micro-batches in flight.
 
-    Bytes of the running micro-batch count here as far as it would also store them while it waits, else in `working`.
+    Of the running micro-batch, only the bytes that a waiting micro-batch has count here. The others are in `working`.
     """
     transfer: int = 0
     """Buffers of the engine: gradients being received or sent."""

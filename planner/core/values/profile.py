@@ -274,9 +274,10 @@ class LayerProfile:
     tied_groups: tuple[TiedGroup, ...] = ()
     """Shared parameters, grouped by the earlier layers that share them; empty if there is only one group."""
     tied_view_bytes: int = field(default=0, metadata=LEFT_OUT)
-    """Size of the largest gradient that is a view and belongs to a shared parameter, such as a linear layer's weight.
+    """Size of the largest gradient of a shared parameter that is a view of another tensor; 0 if none is a view.
 
-    If a gradient is a view, autograd needs a new tensor to add an earlier layer's gradient to it.
+    For example, the gradient of a linear layer's weight is a view. Autograd needs a new tensor to add an earlier
+    layer's gradient to a view.
     """
     optimizer_us: float = 0.0
     """Time of the optimizer's step over this layer's parameters, once per mini-batch."""
@@ -290,7 +291,7 @@ class LayerProfile:
     backward_input_us: tuple[float, ...] = ()
     """Time of the input-gradient pass (I).
 
-    It includes the time by which a forward before a split backward is longer than a forward before a whole backward.
+    If a split backward makes the forward before it slower, the additional time of the forward is included.
     """
     backward_weight_us: tuple[float, ...] = ()
     """Time of the weight-gradient pass (W). The times of I and W need not add up to `backward_us`."""

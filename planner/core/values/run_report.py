@@ -85,8 +85,8 @@ class RunReport:
     overhead_us: float | None = None
     """Median time that the engine itself takes before a forward or backward that receives no message."""
     warmup_steps: int
-    """Number of steps at the start that are left out of the stages' times. Peaks were measured in the last one of these
-    steps."""
+    """Number of warm-up steps at the start, whose times are not in `stages`. Memory peaks were measured in the last
+    warm-up step."""
     stages: tuple[StageRun, ...]
     """Stages of one pipeline in order, then those of the next pipeline."""
     boundaries: tuple[BoundaryRun, ...] = ()

@@ -134,7 +134,7 @@ def count_option(count: int) -> str:
 
 
 def bytes_option(size_bytes: int) -> str:
-    """Return a size as an option's value, rounded up to two decimals: `8.21GB`."""
+    """Return a size as an option's value with at most two decimals, never below the size: `8.21GB`."""
     for unit, factor in _DECIMAL:
         if size_bytes >= factor:
             return _two_decimals(-(-size_bytes * 100 // factor), unit)

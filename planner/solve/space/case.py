@@ -14,7 +14,7 @@ from planner.core.cost.costs import CostsAtSize
 from planner.core.cost.partition import Partition
 from planner.core.cost.peak_points import PeakPoints, stage_peak_points
 from planner.core.cost.stage_time import CHOICES, LAYERS, ChainSums
-from planner.core.schedule import Schedule, StageTimeSums
+from planner.core.schedule import ComputeTimeBounds, Schedule
 from planner.core.values.cluster import Cluster
 from planner.core.values.plan import RecomputePolicy
 from planner.solve.space.problem import ChainProblem, DeviceTable, LinkTimes
@@ -144,7 +144,7 @@ class Case:
         """Lower bound of the step time that ignores memory, links, overheads and recomputation."""
         forward_us, backward_us = self.costs_at_size.forward_us, self.least_backward_us
         bottlenecks = (self._bottleneck_us(times) for times in (forward_us, backward_us, forward_us + backward_us))
-        return self.schedule.bound_us(StageTimeSums(self.work_us, *bottlenecks), self.micro_batches, self.chunks)
+        return self.schedule.bound_us(ComputeTimeBounds(self.work_us, *bottlenecks), self.micro_batches, self.chunks)
 
     @cached_property
     def ideal_us(self) -> float:

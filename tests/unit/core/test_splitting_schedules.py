@@ -14,7 +14,7 @@ from planner.core.schedule import (
     SCHEDULES,
     SPLITTING,
     Action,
-    StageTimeSums,
+    ComputeTimeBounds,
     instruction_lists,
 )
 from tests.support.house import ROOT
@@ -297,8 +297,8 @@ def test_schedule_bound_is_at_most_the_step(name: str) -> None:
         step = max(
             e.end_us for e in simulate(schedule.actions(num_devices, micro_batches, chunks), [stage] * num_stages)
         )
-        loads = StageTimeSums(work_us=3.0 * num_stages, forward_us=1.0, backward_us=2.0, pair_us=3.0 * chunks)
-        bound = schedule.bound_us(loads, micro_batches, chunks)
+        bounds = ComputeTimeBounds(work_us=3.0 * num_stages, forward_us=1.0, backward_us=2.0, pair_us=3.0 * chunks)
+        bound = schedule.bound_us(bounds, micro_batches, chunks)
         assert 3.0 * chunks * micro_batches <= bound <= step
 
 
