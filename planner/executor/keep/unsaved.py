@@ -7,7 +7,7 @@ A checkpoint stores these parts as further objects, like those that the script n
 
 A checkpoint does not store these parts:
 
-- Python numbers, random generators and tensors in plain attributes
+- Python numbers, random generators and tensors in plain attributes, also those that the first forward creates
 - buffers that are not persistent
 - optimizers within an optimizer
 
@@ -15,6 +15,7 @@ If a part that is not stored changes in training, a resumed run would differ fro
 names the part. A plain loop that saves `state_dict()` loses these parts as well.
 """
 
+import dis
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -26,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from planner.executor.run.stage_module import StageModule
 from planner.model.python_state import (
+    TENSOR,
     is_user_module,
     numbers_in_attributes,
     numbers_in_fields,
@@ -86,6 +88,9 @@ class UnsavedState:
         self._modules = {path: m for path, m in _modules_of(stages).items() if not _has_extra_state(m)}
         self._optimizer = optimizer
         self._at_start = numbers_in_attributes(self._modules)
+        self._read = [
+            f"{path}.{name}." for path, m in self._modules.items() for name in _attributes_read_first(type(m))
+        ]
         self._numbers: dict[str, float] | None = None
 
     def changed(self) -> list[str]:
@@ -93,12 +98,14 @@ class UnsavedState:
 
         The first forward may fill caches, so call this method after the first step and after a later step.
         """
-        numbers = without_leftover_tensors(numbers_in_attributes(self._modules), self._at_start)
+        every = numbers_in_attributes(self._modules)
+        kept = {*self._at_start, *(name for name in every if name.startswith(tuple(self._read)))}
+        numbers = without_leftover_tensors(every, kept)
         numbers |= self._numbers_of_buffers() | self._numbers_of_optimizer()
         before, self._numbers = self._numbers, numbers
         if before is None:
             return []
-        return [name for name, number in numbers.items() if number != before.get(name)]
+        return [name.removesuffix(TENSOR) for name, number in numbers.items() if number != before.get(name)]
 
     def _numbers_of_buffers(self) -> dict[str, float]:
         return {
@@ -122,6 +129,20 @@ class UnsavedState:
             if any(isinstance(leaf, Optimizer) for leaf in tree_leaves(value))
         }
         return numbers_in_fields(kind.__name__, fields) | inner
+
+
+def _attributes_read_first(cls: type[nn.Module]) -> set[str]:
+    """Return the attributes that `forward` of a user's module reads before it sets them.
+
+    A tensor in such an attribute is state, such as a cache, even if only the first forward creates it.
+    """
+    if not is_user_module(cls.__module__):
+        return set()
+    first: dict[Any, str] = {}
+    for instruction in dis.get_instructions(cls.forward):
+        if instruction.opname.endswith(("_ATTR", "_METHOD")):
+            first.setdefault(instruction.argval, instruction.opname)
+    return {name for name, operation in first.items() if operation.startswith("LOAD")}
 
 
 def _modules_of(stages: Sequence[StageModule]) -> dict[str, nn.Module]:

@@ -30,6 +30,16 @@ class Remembers(nn.Linear):
         self.mean = 0.9 * self.mean + 0.1 * x.detach().abs().mean()
         return super().forward(x) / (1 + self.mean)
 
+class Caches(nn.Linear):
+    # Keeps what it has computed for the next forward, and a value that no forward reads.
+    cache = None
+
+    def forward(self, x):
+        before = x if self.cache is None or len(self.cache[0]) != len(x) else self.cache[0]
+        self.cache = (x.detach(),)
+        self.seen = x.detach()
+        return super().forward(x + before)
+
 class Stored(Counts):
     def get_extra_state(self):
         return {"calls": self.calls}
@@ -70,7 +80,7 @@ class Inner(torch.optim.SGD):
         self.inner[0].step()
 
 def build_model(frozen: int = 0, counts: int = 0, tied: int = 0):
-    model = nn.Sequential(*[(nn.Linear, Counts, Stored, Remembers)[counts](4, 4) for _ in range(4)])
+    model = nn.Sequential(*[(nn.Linear, Counts, Stored, Remembers, Caches)[counts](4, 4) for _ in range(4)])
     if tied:
         model[3].weight = model[0].weight
     model[:frozen].requires_grad_(False)
@@ -295,6 +305,10 @@ def test_a_warning_names_state_that_checkpoints_do_not_contain(folder: Path) -> 
     assert "Inner.inner" in train(folder, "inner", "two", 3, "--checkpoint=inner")
     write_balance(replace(case, settings=(("counts", 3),)), folder / "buffers.yaml")
     assert "1.mean" in train(folder, "plain", "buffers", 3, "--checkpoint=buffers")
+    write_balance(replace(case, settings=(("counts", 4),)), folder / "caches.yaml")
+    output = train(folder, "plain", "caches", 3, "--checkpoint=caches")
+    assert "0.cache.0, 1.cache.0" in output
+    assert ".seen" not in output
     output = train(folder, "plain", "counts", 3, "--checkpoint=checkpoints")
     assert "state that changes in training: 0.calls, 1.calls, 2.calls, 3.calls; a resumed run begins" in output
     assert "warning: checkpoints" not in train(folder, "plain", "two", 3, "--checkpoint=others")
