@@ -96,10 +96,6 @@ class PossibleCuts:
             cut: Time of the cut.
             used_before: Time from which uses do not count.
             with_unread: True if outputs that the loss does not read count as used.
-
-        Returns:
-            The tensors, and the names of the parameters and buffers that later stages read when they repeat code from
-            before the cut.
         """
         # Uses are in order, so the first one after the cut decides whether the version is used before `used_before`.
         live = [
@@ -213,23 +209,27 @@ class PossibleCuts:
         blocks = [call for call in calls[1:] if self._is_member(call)]
         inside = {number for call in blocks for number in self._below(call)}
         outside = [call for call in calls[1:] if call.number not in inside and not self._is_member(call)]
+        parts = {call.number for call in blocks if call.number in inside and not self._modules[call.path]._modules}
+        larger = [call for call in blocks if call.number not in parts]
         problems: list[str] = []
-        ends = set(self._no_wider_than_around(self._possible(blocks, problems), blocks))
-        possible = self._no_wider_than_around(self._possible(outside, problems), calls[1:])
+        minor: list[str] = []  # reasons inside blocks, which matter only if the model cannot be cut around the blocks
+        possible = {*self._possible(larger, problems), *self._possible((calls[n] for n in parts), minor)}
+        ends = set(self._no_wider_than_around(sorted(possible), blocks))
+        around = self._no_wider_than_around(self._possible(outside, problems), calls[1:])
         training = {call.number for call in calls if self._modules[call.path]._parameters}
         small = {self._cut_after(call) for call in outside if training.isdisjoint(self._below(call))}
-        ends.update(cut for cut in possible if cut not in small)
-        ends.update(self._narrowest([cut for cut in possible if cut in small], sorted(ends)))
+        ends.update(cut for cut in around if cut not in small)
+        ends.update(self._narrowest([cut for cut in around if cut in small], sorted(ends)))
         chosen = self._without_empty(sorted(ends))
-        if not chosen and not problems:
+        if not chosen and not problems and not minor:
             # The model is a single block, so all possible cuts are inside the block.
             chosen = self._without_empty(self._possible(calls[1:], problems))
-        self.num_tried = sum(map(self._is_tried, (*blocks, *outside)))
+        self.num_tried = sum(map(self._is_tried, (*larger, *outside)))
         if granularity == "fine":
             every = [cut for cut in self._possible(calls[1:], []) if cut not in chosen]
             inner = self._narrowest(every, chosen, widest=_WIDEST)
             chosen = self._without_empty(sorted({*chosen, *inner}))
-        return chosen, problems
+        return chosen, problems if chosen else [*problems, *minor]
 
     @cached_property
     def _ancestors_of_unread(self) -> list[int]:
@@ -246,7 +246,7 @@ class PossibleCuts:
             yield child
             yield from self._below(self.recording.calls[child])
 
-    def _possible(self, calls: Sequence[ModuleCall], problems: list[str]) -> list[int]:
+    def _possible(self, calls: Iterable[ModuleCall], problems: list[str]) -> list[int]:
         possible = []
         for call in filter(self._is_tried, calls):
             cut = self._cut_after(call)
@@ -309,7 +309,7 @@ class PossibleCuts:
 
     def _without_empty(self, cuts: list[int]) -> list[int]:
         left = list(cuts)
-        layer = 0  # index of the layer between cuts `layer - 1` and `layer`; the first and last layer have only one cut
+        layer = 0  # between cuts `layer - 1` and `layer`; the first and last layer have only one cut
         while layer <= len(left) and left:
             first, end = (left[layer - 1] if layer else 0), (left[layer] if layer < len(left) else END)
             if self._trains(first, end):

@@ -10,8 +10,8 @@ import torch
 from planner.core.errors import ModelError
 
 
-class _DifferentiatesError(BaseException):
-    """Signal that the forward calls `torch.autograd.grad`.
+class DifferentiatesError(BaseException):
+    """Signal that the forward or the loss calls `torch.autograd.grad`.
 
     It is no `Exception`, so that the model's handlers do not catch it.
     """
@@ -27,7 +27,7 @@ def refuse_autograd_grad() -> Iterator[None]:
     torch.autograd.grad = _refuse
     try:
         yield
-    except _DifferentiatesError:
+    except DifferentiatesError:
         raise ModelError(
             "`forward` calls `torch.autograd.grad`: a model that differentiates its own code cannot be cut",
             hint="make it an `nn.Sequential`, in which one child has this call and all modules that it differentiates",
@@ -37,7 +37,7 @@ def refuse_autograd_grad() -> Iterator[None]:
 
 
 def _refuse(*_args: Any, **_kwargs: Any) -> NoReturn:
-    raise _DifferentiatesError
+    raise DifferentiatesError
 
 
 @contextmanager

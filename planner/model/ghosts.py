@@ -29,6 +29,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.utils._mode_utils import no_dispatch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from planner.core.errors import ModelError
 from planner.model.nests import tensors_in
@@ -67,7 +68,8 @@ class Ghost(Tensor):
     def fake_tensor(self) -> FakeTensor:
         """Torch's fake tensor in this ghost. Ghosts whose fake tensors share a storage count as views of one tensor."""
         if self._fake is None:
-            with _mode(), torch._C.DisableTorchFunction():
+            # Other modes must not see this operator: a recorder would note the tensor as made by the model's code.
+            with _disable_current_modes(), _mode(), torch._C.DisableTorchFunction():
                 self._fake = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device=self.device)  # type: ignore[assignment]
         return self._fake  # type: ignore[return-value]
 

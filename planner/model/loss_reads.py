@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from planner.core.errors import PlannerError
+from planner.model.differentiation import DifferentiatesError
 from planner.model.ghosts import SHAPE_ONLY, storage_key
 from planner.model.nests import tensors_in
 from planner.model.operators import OperatorWatch, depends_on_values
@@ -12,7 +13,7 @@ from planner.model.operators import OperatorWatch, depends_on_values
 def addresses_read(loss_of: Callable[[Any], object], output: Any) -> set[int] | None:
     """Run a loss on `output` and return the addresses of the storages that it reads.
 
-    Return None if the loss fails, or if tensor values may decide what it reads.
+    Return None if the loss fails or calls `torch.autograd.grad`, or if tensor values may decide what it reads.
     """
     addresses: set[int] = set()
     has_decided = False
@@ -29,7 +30,7 @@ def addresses_read(loss_of: Callable[[Any], object], output: Any) -> set[int] | 
             loss = loss_of(output)
     except PlannerError:
         raise
-    except Exception:  # the caller that needs the loss reports its error
+    except (DifferentiatesError, Exception):  # the caller that needs the loss reports its error
         return None
     addresses.update(map(storage_key, tensors_in(loss)))  # an output may itself be the loss
     return None if has_decided else addresses

@@ -291,7 +291,8 @@ def _refuse_draws(before: tuple[object, ...]) -> None:
         raise ModelError(
             "a backward draws random numbers (in a hook, or in the backward of an autograd function): stages would "
             "draw others than a plain loop does",
-            hint="draw them in `forward` (`ctx.save_for_backward`), or add the noise to the input of the layer",
+            hint="draw them in `forward` (`ctx.save_for_backward`), or add the noise to the input of the layer; use "
+            "`torch.utils.checkpoint` for a function that backward runs again (it restores the generators)",
         )
 
 

@@ -15,10 +15,16 @@ _DTYPE_HINT = (
     "where dtypes must agree (`h.to(x.dtype)`); else check the dtypes of `example_batch`"
 )
 
-_INPUT_HINT = (
+INPUT_HINT = (
     "check that `example_batch` fits the model (and the `--set` settings); a dict of inputs is passed as keyword "
     "arguments"
 )
+
+STAGE_HINT = (
+    "the whole model runs, but not when it begins at this layer: let modules return what later code reads, instead of "
+    "keeping it in hooks, closures or global variables, or use a larger `--proof-budget` to find and exclude such cuts"
+)
+"""Hint for an error of a stage of a model that has run as a whole."""
 
 _HOOK = "cannot register a hook on a tensor that doesn't require gradient"
 
@@ -29,13 +35,14 @@ class TooFewSamplesError(ModelError):
     """Error that a micro-batch has too few samples for a layer. Larger micro-batches may work."""
 
 
-def explain_error(where: str, error: BaseException, inputs: str) -> PlannerError:
+def explain_error(where: str, error: BaseException, inputs: str, *, hint: str = INPUT_HINT) -> PlannerError:
     """Return an error with a hint for an error of a layer or the model.
 
     Args:
         where: Name of the layer or the model, for the message.
         error: Error that it raised. A `PlannerError` is returned unchanged.
         inputs: Description of the inputs, for the message.
+        hint: Hint for errors that have none of their own.
     """
     if isinstance(error, PlannerError):
         return error
@@ -54,7 +61,7 @@ def explain_error(where: str, error: BaseException, inputs: str) -> PlannerError
         )
     return ModelError(
         f"{where} raised {type(error).__name__} on {inputs}: {_first_line(error)}",
-        hint=_DTYPE_HINT if _DTYPES.search(str(error)) else _INPUT_HINT,
+        hint=_DTYPE_HINT if _DTYPES.search(str(error)) else hint,
     )
 
 

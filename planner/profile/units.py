@@ -26,7 +26,7 @@ from planner.model.ghosts import Ghost
 from planner.model.load import Batch, LoadedModel, to_device
 from planner.model.module_tensors import parameters_as_ghosts
 from planner.model.operators import OperatorWatch
-from planner.model.refusals import explain_error
+from planner.model.refusals import INPUT_HINT, STAGE_HINT, explain_error
 from planner.model.regions import without_reentrant_checkpointing
 from planner.model.stage import ModelStage
 from planner.model.user_errors import explain_user_errors
@@ -194,7 +194,8 @@ def _call(layer: Layer, value: Any, size: int) -> Any:
     except (Exception, SystemExit) as error:
         shapes = ", ".join(_shape(leaf) for leaf in tree_flatten(value)[0])
         where = f'layer "{layer.name}" ({type(layer.module).__name__})'
-        raised = explain_error(where, error, f"{shapes}, micro-batch size {size}")
+        hint = STAGE_HINT if isinstance(layer.module, ModelStage) else INPUT_HINT
+        raised = explain_error(where, error, f"{shapes}, micro-batch size {size}", hint=hint)
         if raised is error:
             raise
         raise raised from error

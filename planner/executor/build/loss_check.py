@@ -37,6 +37,7 @@ from planner.model.lean import build_lean
 from planner.model.load import Batch, LoadedModel, to_device
 from planner.model.module_tensors import copy_buffers_temporarily, parameters_as_ghosts
 from planner.model.nests import flatten, tensors_in, unflatten
+from planner.model.operators import OperatorWatch
 from planner.model.variables import undo_variable_changes
 
 _SAMPLES: Final = (4, 2)
@@ -60,6 +61,9 @@ _UNSEEN: Final = 1e-3
 
 _LEAST_LABELS: Final = 4
 """Smallest number of labels per sample with which all counting rules give different weights (`_mask_labels`)."""
+
+_NOT_IN_GRAPH: Final = "appears to not have been used in the graph"
+"""Part of torch's error for a derivative by a tensor from which a result was not computed."""
 
 _LABELS: Final[Mapping[CountedLabels, str]] = {
     "all": "labels that are not -100",
@@ -108,7 +112,8 @@ def check_loss(loaded: LoadedModel) -> CheckedLoss:
         the weighted mean, a warning says so. If the model cannot run on this machine, its losses are not compared.
 
     Raises:
-        ModelError: `loss_fn` reads parameters of the model, or `loss_count` does not return a valid number.
+        ModelError: `loss_fn` reads parameters of the model or tensors that `forward` does not return, or `loss_count`
+            does not return a valid number.
     """
     with keeping_random_state():
         torch.manual_seed(0)
@@ -155,20 +160,43 @@ def _refuse_parameters_in_loss(loaded: LoadedModel, model: nn.Module, output: An
     leaves, nest = flatten(output)
     cut = [leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     objects = [dict(vars(leaf)) for leaf in leaves if hasattr(leaf, "__dict__") and not isinstance(leaf, Tensor)]
-    read_ids = accumulated_leaf_ids(tensors_in(_fresh_loss(loaded)(unflatten(cut, nest), targets)))
+    operands: set[int] = set()
+    with OperatorWatch(before=lambda _, args, kwargs: operands.update(map(id, tensors_in((args, kwargs))))):
+        loss = _loss_of_detached(loaded, unflatten(cut, nest), targets)
+    read_ids = accumulated_leaf_ids(tensors_in(loss))
     read_ids -= accumulated_leaf_ids(
         tensors_in(objects)
     )  # the output may be an object with tensors, like a distribution
-    names = [name for name, parameter in model.named_parameters() if id(parameter) in read_ids]
-    if names:
-        more = f" and {pluralize(len(names) - 1, 'other')}" if len(names) > 1 else ""
+    names = {id(p): name for name, p in model.named_parameters() if id(p) in read_ids}
+    if names and operands.isdisjoint(names):
         raise RefusedLossError(
-            f'`loss_fn` reads parameters of the model ("{names[0]}"{more}): the last stage of a pipeline does not have '
+            "`loss_fn` reads a tensor that `forward` computes but does not return, such as a loss in an attribute: the "
+            "last stage of a pipeline gets only what `forward` returns",
+            hint="let `forward` return the tensor (`return logits, loss`), and read it from the output in `loss_fn`",
+        )
+    if names:
+        first, *others = names.values()
+        more = f" and {pluralize(len(others), 'other')}" if others else ""
+        raise RefusedLossError(
+            f'`loss_fn` reads parameters of the model ("{first}"{more}): the last stage of a pipeline does not have '
             "parameters of other stages, so this part of their gradients would be lost",
             hint="for a penalty on weights give the optimizer a `weight_decay` (k * sum(p ** 2) is a weight decay of "
             "2 * k with SGD), or compute it in the `forward` of the module that has the parameters and return it; let "
             "`forward` return parameters that the loss trains (for example weights of tasks)",
         )
+
+
+def _loss_of_detached(loaded: LoadedModel, output: Any, targets: Any) -> Any:
+    try:
+        return _fresh_loss(loaded)(output, targets)
+    except RuntimeError as error:
+        if _NOT_IN_GRAPH not in str(error):
+            raise
+        raise RefusedLossError(
+            "`loss_fn` differentiates the model (`torch.autograd.grad` of an output by a tensor that `forward` "
+            "computes it from): the last stage of a pipeline does not have the layers in between",
+            hint="let `loss_fn` differentiate only what it computes itself from the output, or train on one device",
+        ) from error
 
 
 def _output_of(model: nn.Module, batch: Batch) -> tuple[Any, Any]:

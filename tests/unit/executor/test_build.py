@@ -51,6 +51,32 @@ class Pruned(nn.Module):
         return value
 
 
+class SharesMask(nn.Module):
+    """Block of CLIP, which passes a mask on that all blocks hold in an attribute."""
+
+    def __init__(self, mask: Tensor) -> None:
+        super().__init__()
+        self.attention, self.mask = nn.MultiheadAttention(8, 2), mask
+
+    def forward(self, value: Tensor) -> Tensor:
+        self.mask = self.mask.to(dtype=value.dtype, device=value.device)
+        result: Tensor = self.attention(value, value, value, need_weights=False, attn_mask=self.mask)[0]
+        return result
+
+
+class SharedMask(nn.Module):
+    """Has blocks that hold the same mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        mask = torch.empty(5, 5).fill_(2.0)
+        self.blocks = nn.Sequential(*[SharesMask(mask) for _ in range(3)])
+
+    def forward(self, value: Tensor) -> Tensor:
+        result: Tensor = self.blocks(value.transpose(0, 1))
+        return result.transpose(0, 1)
+
+
 class Masked(nn.Module):
     """Holds tensors that are neither parameters nor buffers."""
 
@@ -262,3 +288,9 @@ def test_sparse_buffers_are_refused_when_the_structure_is_built() -> None:
 
     with pytest.raises(ModelError, match=r'"0.adjacency" is a sparse tensor'):
         build_structure(loaded_model(lambda: nn.Sequential(Graph(), nn.Linear(8, 8)), 8))
+
+
+def test_a_mask_in_an_attribute_of_all_blocks_does_not_merge_the_layers_of_a_run() -> None:
+    """`profile` found three layers and a run found one, so the run did not start."""
+    loaded = loaded_model(SharedMask, lambda batch: torch.randn(batch, 5, 8))
+    assert build_structure(loaded).names == loaded.chain(SharedMask()).names == ("blocks.0", "blocks.1", "blocks.2")

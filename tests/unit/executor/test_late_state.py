@@ -370,8 +370,9 @@ def test_random_draws_in_a_backward_are_refused() -> None:
             parameter.register_hook(lambda gradient: gradient + torch.randn_like(gradient))
         return model
 
-    with pytest.raises(ModelError, match="a backward draws random numbers"):
+    with pytest.raises(ModelError, match="a backward draws random numbers") as refused:
         checked(build)
+    assert "use `torch.utils.checkpoint` for a function that backward runs again" in refused.value.hint
 
 
 def test_seeded_draws_in_a_backward_are_accepted() -> None:

@@ -148,6 +148,71 @@ def test_a_loss_that_reads_parameters_is_refused(tmp_path: Path, *, finished: bo
     assert "weight_decay" in refused.value.hint
 
 
+def test_a_loss_that_forward_leaves_in_an_attribute_is_refused(tmp_path: Path) -> None:
+    """As in llama2.c, whose training loop reads `model.last_loss`: the loss has no parameter as operand."""
+    text = (
+        PLAIN.partition("def build_model")[0]
+        + """
+class Net(nn.Linear):
+    def forward(self, x):
+        y = super().forward(x)
+        self.last_loss = y.square().mean()
+        return y
+
+
+def build_model():
+    global made
+    made = Net(4, 4)
+    return made
+
+
+def example_batch(size):
+    return torch.randn(size, 4), torch.arange(size) % 4
+
+
+def loss_fn(output, target):
+    return made.last_loss
+"""
+    )
+    with pytest.raises(ModelError, match="reads a tensor that `forward` computes but does not return") as refused:
+        check_loss(load_with_loss(tmp_path, text))
+    assert "return logits, loss" in refused.value.hint
+
+
+def test_a_loss_that_differentiates_the_model_is_refused(tmp_path: Path) -> None:
+    """As that of SIREN, for gradients of images. The message named `forward`, which differentiates nothing."""
+    text = (
+        PLAIN.partition("def build_model")[0]
+        + """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        x = x.clone().requires_grad_(True)
+        return self.second(self.first(x).tanh()), x
+
+
+def build_model():
+    return Net()
+
+
+def example_batch(size):
+    return torch.randn(size, 4), torch.arange(size) % 4
+
+
+def loss_fn(output, target):
+    (slope,) = torch.autograd.grad(output[0].sum(), output[OF], create_graph=True)
+    return F.cross_entropy(output[0], target) + slope.square().mean()
+"""
+    )
+    with pytest.raises(ModelError, match="`loss_fn` differentiates the model"):
+        check_loss(load_with_loss(tmp_path, text.replace("OF", "1")))
+    loaded = check_loss(load_with_loss(tmp_path, text.replace("OF", "0"))).loaded
+    assert build_structure(loaded).names == ("first", "second")
+
+
 def test_the_loss_check_does_not_change_a_finished_model(tmp_path: Path) -> None:
     text = PLAIN.replace("def build_model():\n    return", "model =")
     loaded = load_with_loss(tmp_path, text, "F.cross_entropy(output, target)")

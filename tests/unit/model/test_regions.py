@@ -67,6 +67,15 @@ def test_gradients_cross_cuts_between_checkpointed_blocks(*, reentrant: bool) ->
     )
 
 
+def test_modules_inside_a_checkpointed_block_are_not_reported_as_missing_cuts() -> None:
+    """The layers are the blocks, which are as small as they should be."""
+    model = Checkpointed(lambda block, value: checkpoint(block, value, use_reentrant=False))
+    model.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Tanh()) for _ in range(4))
+    outline = chain_of(model, values).outline
+    assert outline.names == ("stem", "blocks.0", "blocks.1", "blocks.2", "blocks.3")
+    assert not outline.note_on_missing_cuts
+
+
 @REENTRANT
 def test_gradients_cross_cuts_between_blocks_that_checkpoint_themselves(*, reentrant: bool) -> None:
     model = Checkpointed(lambda block, value: block(value))

@@ -536,6 +536,30 @@ def test_a_failing_layer_is_named_with_its_input() -> None:
     assert "micro-batch size 3" in message
 
 
+class Remembering(nn.Module):
+    """Runs again the code between modules, which reads what a hook has stored, as BYOL does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.head = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), nn.Linear(8, 8)
+        self.last = nn.Linear(8, 8)
+        self.net[0].register_forward_hook(lambda _module, _inputs, output: self.hidden.update(out=output))
+        self.hidden: dict[str, Tensor] = {}
+
+    def forward(self, value: Tensor) -> Tensor:
+        self.hidden.clear()
+        self.net(value)
+        result: Tensor = self.last(self.head(self.hidden.pop("out")))
+        return result
+
+
+def test_a_stage_that_fails_where_the_model_runs_gets_a_hint_of_its_own() -> None:
+    """The hint was to check `example_batch`, with which the whole model runs."""
+    with pytest.raises(ModelError, match=r'layer "last" \(ModelStage\) raised KeyError') as refused:
+        profile_model(loaded_model(Remembering), ProfilerOptions(micro_batch_sizes=(1,), repeats=2, time_budget_s=0.0))
+    assert "`--proof-budget`" in refused.value.hint
+
+
 def test_units_get_the_inputs_and_targets_of_the_model() -> None:
     loaded: LoadedModel = replace(
         loaded_model(deep(2)), example_batch=lambda b: Batch(torch.randn(b, 8), torch.arange(b))
