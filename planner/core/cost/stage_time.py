@@ -140,7 +140,7 @@ def optimizer_delay_us(own_us: FloatArray, slack_us: FloatArray) -> FloatArray:
     """Return the time by which all-reduces and optimizer steps delay the next step.
 
     A later device ends its last backward earlier and begins the next step later than device 0. So `own_us` of a device
-    delays the next step only as far as it exceeds the sum of `slack_us` over all earlier devices.
+    delays the next step only by its excess over the sum of `slack_us` of all earlier devices.
 
     Args:
         own_us: Time of all-reduces and optimizer steps; the last dimension is the device.

@@ -44,9 +44,9 @@ class TableWidth:
     def widen(self, upper_us: float) -> bool:
         """Increase the width, or return False if the tables have every stage of any plan faster than `upper_us`.
 
-        The tables have all stages whose time is below a limit. The first call sets a low limit. If `upper_us` is
-        infinite, each later call doubles the limit. If it is finite, the second call includes all stages of faster
-        plans.
+        The tables have all stages whose time is below a limit. The first call sets a low limit. A later call doubles
+        the limit if `upper_us` is infinite. Otherwise it sets the limit so that the tables have all stages of plans
+        faster than `upper_us`.
         """
         case = self.case
         limit_us = case.longest_stage_us(upper_us)
