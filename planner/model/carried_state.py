@@ -67,9 +67,9 @@ class SecondForward:
 
     recording: Recording
     storages: Mapping[AttributeKey, frozenset[int]]
-    """For each attribute, the storages of its tensors after the first forward, as numbers in `recording`."""
+    """For each attribute, the storages of its tensors after the first forward, by their numbers in `recording`."""
     fixed: frozenset[AttributeKey]
-    """Attributes whose tensors every stage can compute itself, such as cached tables."""
+    """Attributes whose tensors every stage can compute itself, such as a mask that a module caches."""
 
 
 def attribute_states(first: Recording, second: SecondForward) -> list[CarriedState]:

@@ -1,4 +1,4 @@
-"""Refuse calls of `torch.autograd.grad` while a forward is recorded, and silence torch's log meanwhile."""
+"""Refuse calls of `torch.autograd.grad`, and silence torch's log, while a forward is recorded."""
 
 import logging
 from collections.abc import Iterator

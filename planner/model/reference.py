@@ -80,7 +80,9 @@ class ReferenceOptions:
     starts: tuple[LayerStart | None, ...]
     """Start of each layer except the first; None if no later call of a module can mark the start."""
     late_steps: int = 0
-    """Largest number of steps after the first `steps`. No late step begins after `_LATE_S` seconds of CPU time."""
+    """Largest number of additional (late) steps after the first `steps`.
+
+    No late step begins after `_LATE_S` seconds of CPU time."""
     updates: bool = True
     """True to update parameters with the optimizer; False to compute only the gradients of one step."""
     skipped: tuple[SkippedModule, ...] = ()

@@ -66,7 +66,7 @@ class RegionFinder:
         self._levels: list[list[tuple[FrameType, int]]] = [[]]  # for each running call: the regions in its own code
 
     def regions_around(self, frame: FrameType | None, time: int) -> tuple[int, ...]:
-        """Return the numbers of the regions in which the code of a stack frame runs, the outermost first.
+        """Return the indices of the regions in which the code of a stack frame runs, the outermost first.
 
         Because these regions are still running, their end is moved to `time`.
         """

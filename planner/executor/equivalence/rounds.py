@@ -71,7 +71,7 @@ class RoundResult:
     wrong: Mapping[str, CutProblem] = field(default_factory=dict)
     """Problem of each cut that failed, by the name of the layer before the cut."""
     is_failure: bool = False
-    """True if an error other than a limit on time or memory has prevented the comparison."""
+    """True if an error prevented the comparison. Too little time or memory for the comparison is no error."""
     random: str = ""
     """Difference between two references, if every cut failed and the plain loop trains differently each time."""
 

@@ -209,7 +209,7 @@ def _load_torch_file(path: str) -> dict[str, Tensor]:
 
 
 def _after_hooks(whole: nn.Module, stored: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Return a state dict as the model's hooks for loading change it, which may rename tensors."""
+    """Apply the model's `load_state_dict` pre-hooks, which may rename tensors, to a copy of a state dict."""
     state = dict(stored)
     try:
         for path, module in whole.named_modules(remove_duplicate=False):
