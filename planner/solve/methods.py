@@ -9,13 +9,13 @@ from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from planner.core.extras import is_installed
-from planner.core.schedule import SCHEDULES, SEARCHED, Schedule
+from planner.core.schedule import GPIPE, SCHEDULES, SEARCHED, Schedule
 from planner.core.values.plan import ScheduleName
 from planner.solve.answer import Answer, PlanSearch
 from planner.solve.chain.gpipe import search_gpipe
 from planner.solve.chain.quick import width_replicas_and_micro_batches
 from planner.solve.deadline import Deadline, OutOfTimeError
-from planner.solve.request import Request
+from planner.solve.request import MOST_ACTIONS_OF_AUTO, Request
 from planner.solve.space.any_order import least_us_in_any_order
 from planner.solve.space.case import Case
 
@@ -32,8 +32,11 @@ plans up to 17 % faster."""
 _CLEARLY: Final = 1.01
 """Ratio of step times above which a plan with more chunks per device counts as slower."""
 
-_NEAREST_CASES: Final = 3
-"""Largest number of plans that `improve_fastest_answers` improves."""
+_DESCENTS: Final = 2, 1, 0
+"""Largest numbers of further descents for the fastest plans, fastest first; other plans are not improved."""
+
+_LEVEL: Final = 1.03
+"""Largest ratio of a plan's step time to the fastest one at which further descents may make the plan the fastest."""
 
 
 def search_function_for(case: Case, request: Request, start: Answer | None) -> PlanSearch:
@@ -233,7 +236,11 @@ def search_cases(
         if results.record(case, answer, least_us):
             deadline.note(results.upper_us, case.schedule.name)
     searched = SearchedCases(results.best, results.bounds_us, results.complete, results.answers)
-    return improve_fastest_answers(searched, deadline) if request.searches_longer and not results.left else searched
+    return (
+        improve_fastest_answers(searched, request, deadline)
+        if request.searches_longer and not results.left
+        else searched
+    )
 
 
 def _answer(search: PlanSearch, case: Case, *, upper_us: float, deadline: Deadline) -> Answer | None:
@@ -265,18 +272,21 @@ def _us_to_beat(upper_us: float, case: Case, request: Request) -> float:
     return upper_us * _NEAR if request.searches_longer and gains_from_longer_search(case.schedule) else upper_us
 
 
-def improve_fastest_answers(searched: SearchedCases, deadline: Deadline) -> SearchedCases:
+def improve_fastest_answers(searched: SearchedCases, request: Request, deadline: Deadline) -> SearchedCases:
     """Search longer from the fastest plans found, unless the best plan is proven optimal, and return the result."""
     best, answers = searched.best, dict(searched.answers)
     if best is None or searched.bound_us >= best.step_us:
         return searched
     from planner.solve.chunks.search import improve_answer  # noqa: PLC0415
 
-    near_us = best.step_us * NEARBY
     able = [a for a in answers.values() if has_linear_program(a.case.schedule) and a.case.policy != "layers"]
-    near = (a for a in able if a.partition is not None and a.step_us <= near_us)
-    for answer in sorted(near, key=lambda answer: answer.step_us)[:_NEAREST_CASES]:
-        better = answers[CaseKey.of(answer.case)] = improve_answer(answer, deadline=deadline)
+    near = sorted((a for a in able if a.partition is not None), key=lambda answer: answer.step_us)
+    for answer, most in zip(near, _DESCENTS, strict=False):
+        if answer.step_us > best.step_us * NEARBY:
+            break
+        is_short = request.inputs.schedule == "auto" and (request.actions or 0) < MOST_ACTIONS_OF_AUTO
+        descents = 0 if is_short or answer.step_us > best.step_us * _LEVEL else most
+        better = answers[CaseKey.of(answer.case)] = improve_answer(answer, deadline=deadline, descents=descents)
         best = better if better.step_us < best.step_us else best
     return searched._replace(best=best, answers=answers)
 
@@ -292,6 +302,21 @@ def fastest_schedules_us(answers: Iterable[Answer], most: int) -> dict[ScheduleN
             name = answer.case.schedule.name
             found_us[name] = min(answer.step_us, found_us.get(name, inf))
     return dict(sorted(found_us.items(), key=lambda item: item[1])[:most])
+
+
+def key_without_schedule(case: Case) -> tuple[object, ...]:
+    """Return a key that is equal for cases that differ only in their schedules, which have the same placement."""
+    return CaseKey.of(case)._replace(schedule=GPIPE), case.schedule.placement
+
+
+def fastest_us_without_schedule(answers: Iterable[Answer]) -> dict[tuple[object, ...], float]:
+    """Return the best step time found for each `key_without_schedule`, in microseconds."""
+    found_us: dict[tuple[object, ...], float] = {}
+    for answer in answers:
+        if answer.partition is not None:
+            key = key_without_schedule(answer.case)
+            found_us[key] = min(answer.step_us, found_us.get(key, inf))
+    return found_us
 
 
 def fastest_answers(*searches: Mapping[CaseKey, Answer]) -> Mapping[CaseKey, Answer]:

@@ -1,6 +1,6 @@
 """Search from a request to a plan with a lower bound: over schedules, replicas, micro-batches and cuts."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from math import inf
 from typing import Final
@@ -8,7 +8,7 @@ from typing import Final
 from planner.core.cost.evaluate import Evaluation
 from planner.core.cost.width import WidthTables
 from planner.core.errors import SolverError
-from planner.core.schedule import GPIPE, SCHEDULES, SEARCHED
+from planner.core.schedule import SCHEDULES, SEARCHED
 from planner.core.values.plan import Plan, ScheduleName, SolverReport
 from planner.core.values.profile import Profile
 from planner.solve.answer import SAME, Answer
@@ -23,9 +23,11 @@ from planner.solve.methods import (
     SearchedCases,
     fastest_answers,
     fastest_schedules_us,
+    fastest_us_without_schedule,
     gains_from_longer_search,
     has_linear_program,
     improve_fastest_answers,
+    key_without_schedule,
     lower_bound_of_case_us,
     search_cases,
 )
@@ -42,6 +44,10 @@ _CLOSE: Final = 1.05
 _CLEARLY: Final = 1.01
 """Ratio of step times above which no action orders are searched from the best plan with a named schedule, because a
 searched plan is faster."""
+
+_PROMISING: Final = 1.04
+"""Largest ratio of a searched plan's step time to that of the best named schedule at which the plan is improved,
+because improvements rarely make it faster by more."""
 
 _TIED: Final = 1.005
 """Largest ratio of a plan's step time to the fastest one at which action orders are searched from both plans."""
@@ -175,14 +181,17 @@ def _in_passes(cases: Sequence[Case], request: Request, deadline: Deadline, *, u
     # Named schedules come first, because the search for action orders starts from their plans.
     named = [case for case in cases if not case.schedule.needs_search]
     first = search_cases(named, request, deadline.share(0.5), upper_us=upper_us)
-    first = improve_fastest_answers(_searched_longer(first, request, deadline.share(0.5)), deadline.share(0.5))
+    first = _searched_longer(first, request, deadline.share(0.5))
+    first = improve_fastest_answers(first, request, deadline.share(0.5))
     upper_us = upper_us if first.best is None else first.best.step_us
     own = [case for case in cases if case.schedule.needs_search]
-    found_us = _fastest_us_without_schedule(first.answers.values())
-    far = [case for case in own if found_us.get(_key_without_schedule(case), 0.0) > upper_us * _FAR]
+    found_us = fastest_us_without_schedule(first.answers.values())
+    far = [case for case in own if found_us.get(key_without_schedule(case), 0.0) > upper_us * _FAR]
     near = [case for case in own if case not in far]
     alone = replace(request, inputs=replace(request.inputs, schedule=SEARCHED.name))
-    again = _search_orders_twice(near, alone, deadline.share(0.5), upper_us=upper_us * NEARBY)
+    again = _search_orders_twice(
+        near, alone, deadline.share(0.5), upper_us=upper_us * NEARBY, promising_us=upper_us * _PROMISING
+    )
     # The search ignores plans slower than its limit, so its lower bound holds up to that limit only.
     least_us = min([again.bound_us, upper_us, *(lower_bound_of_case_us(case, upper_us) for case in far)])
     bounds_us = {**first.bounds_us, SEARCHED.name: least_us}
@@ -213,19 +222,6 @@ def _searched_longer(first: SearchedCases, request: Request, deadline: Deadline)
     return first._replace(best=best, answers=answers)
 
 
-def _key_without_schedule(case: Case) -> tuple[object, ...]:
-    return CaseKey.of(case)._replace(schedule=GPIPE), case.schedule.placement
-
-
-def _fastest_us_without_schedule(answers: Iterable[Answer]) -> dict[tuple[object, ...], float]:
-    found_us: dict[tuple[object, ...], float] = {}
-    for answer in answers:
-        if answer.partition is not None:
-            kind = _key_without_schedule(answer.case)
-            found_us[kind] = min(answer.step_us, found_us.get(kind, inf))
-    return found_us
-
-
 def _with_own_orders(
     searched: SearchedCases,
     cases: Sequence[Case],
@@ -239,11 +235,11 @@ def _with_own_orders(
     best = searched.best
     if best is None or searched.bound_us >= best.step_us:
         return searched
-    own = {_key_without_schedule(case): case for case in cases}
+    own = {key_without_schedule(case): case for case in cases}
     # Plans that are almost equally fast may lead to very different orders.
     tied = [a for a in searched.answers.values() if a.partition is not None and a.step_us <= best.step_us * _TIED]
-    starts = {_key_without_schedule(a.case): a for a in sorted(tied, key=lambda a: -a.step_us)}
-    starts = {_key_without_schedule(best.case): best, **dict(reversed(starts.items()))}
+    starts = {key_without_schedule(a.case): a for a in sorted(tied, key=lambda a: -a.step_us)}
+    starts = {key_without_schedule(best.case): best, **dict(reversed(starts.items()))}
     chosen = [(own[key], start) for key, start in starts.items() if key in own][:_MOST_STARTS]
     for case, start in chosen:
         if improved is not None and _cuts_and_order(start) == _cuts_and_order(improved):
@@ -268,12 +264,13 @@ def _improved_orders(
 
 
 def _search_orders_twice(
-    cases: Sequence[Case], request: Request, deadline: Deadline, *, upper_us: float
+    cases: Sequence[Case], request: Request, deadline: Deadline, *, upper_us: float, promising_us: float = inf
 ) -> SearchedCases:
+    # A plan slower than `promising_us` is not improved.
     budget = {SEARCHED.name: min(MOST_ACTIONS_OF_SEARCH, _MOST_ACTIONS_OF_CASE * len(cases))}
     first = search_cases(cases, request, deadline.share(0.5), upper_us=upper_us, budget=budget)
     best = first.best
-    if best is None or first.bound_us >= best.step_us:
+    if best is None or first.bound_us >= best.step_us or best.step_us > promising_us:
         return first
     again = _improved_orders(best.case, best, request, deadline)
     if again is None:
@@ -317,7 +314,7 @@ def _search_ranked(
     named = replace(request, inputs=replace(request.inputs, schedule=name))
     budget = {name: _MOST_ACTIONS_OF_RANKED}
     first = search_cases(cases, named, deadline.share(0.5), upper_us=upper_us, ranks=ranks, budget=budget)
-    return improve_fastest_answers(first, deadline) if request.searches_longer else first
+    return improve_fastest_answers(first, request, deadline) if request.searches_longer else first
 
 
 def _search_orders_ranked(
@@ -385,9 +382,9 @@ def _improved_schedules(
         again = _search_ranked(own, request, deadline, upper_us=best.step_us * NEARBY, ranks=own_first)
         best = again.best if again.best is not None and again.best.step_us < best.step_us else best
         answers = fastest_answers(answers, again.answers)
-    shape, found_us = width_replicas_and_micro_batches(best.case), _fastest_us_without_schedule(answers.values())
+    shape, found_us = width_replicas_and_micro_batches(best.case), fastest_us_without_schedule(answers.values())
     own = [case for case in cases if case.schedule.needs_search and width_replicas_and_micro_batches(case) == shape]
-    near = [case for case in own if found_us.get(_key_without_schedule(case), inf) <= best.step_us * _CLOSE]
+    near = [case for case in own if found_us.get(key_without_schedule(case), inf) <= best.step_us * _CLOSE]
     again = _search_orders_of(near, request, deadline.share(0.5), upper_us=best.step_us)
     searched = first._replace(best=again.best or best, answers=fastest_answers(answers, again.answers))
     return _with_own_orders(searched, own, request, deadline)

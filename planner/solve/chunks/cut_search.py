@@ -35,8 +35,8 @@ _PROMISING, _PROMISING_ALONE = 1.05, 1.25
 class CutSearch(Descent[PartitionCandidate]):
     """Local search over cuts and the recomputation of whole stages, for one number of devices."""
 
-    def __init__(self, progress: Progress, evaluator: Evaluator, *, rows: int = ROWS) -> None:
-        super().__init__(progress, evaluator, rows=rows)
+    def __init__(self, progress: Progress, evaluator: Evaluator, *, rows: int = ROWS, seed: int = 0) -> None:
+        super().__init__(progress, evaluator, rows=rows, seed=seed)
         self._fitting = RecomputeFitter(evaluator)
 
     def search(self, starts: Sequence[IntArray], most_actions: int) -> None:

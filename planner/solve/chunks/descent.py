@@ -81,12 +81,13 @@ class Descent(ABC, Generic[CandidateT]):
     Args:
         progress: State of the search over the case.
         evaluator: Evaluator for this number of devices.
+        rows: Number of moves in a batch.
+        seed: Seed of the random order of moves. Seeds are fixed, so that the same request always gets the same plan.
     """
 
-    def __init__(self, progress: Progress, evaluator: Evaluator, *, rows: int = ROWS) -> None:
+    def __init__(self, progress: Progress, evaluator: Evaluator, *, rows: int = ROWS, seed: int = 0) -> None:
         self.progress, self.evaluator, self._rows = progress, evaluator, rows
-        # The seed is fixed, so that the same request always gets the same plan.
-        self.random = random.Random(0)  # noqa: S311
+        self.random = random.Random(seed)  # noqa: S311
         self.moves = cut_moves(evaluator.stages_by_device)[: None if evaluator.case.rules.balance is None else 0]
         self._ends = 0
 

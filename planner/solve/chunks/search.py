@@ -3,9 +3,9 @@
 The chunks of a device share its memory, so stages cannot be chosen one by one. If there are few partitions, all are
 simulated without recomputation. If a partition would be faster than the best one but does not fit, it is simulated with
 the minimal combinations of recomputation choices (`fitting.py`). If there are many partitions, a local search
-(`cut_search.py`) starts from even cuts, from cuts that minimize the longest backward of any stage, from cuts with the
-evenest work of devices (`even_loads.py`), and from the rounded cuts of a linear program (`linear_program.py`). The
-linear program and the work of all layers give the lower bound.
+(`cut_search.py`) starts from even cuts, from cuts that minimize the longest backward of any stage, and from cuts with
+the evenest work of devices (`even_loads.py`). The linear program (`linear_program.py`) and the work of all layers give
+the lower bound.
 
 Complexity: O(V K M) numpy operations per 1024 simulated partitions, for V chunks on each of K devices and M
 micro-batches.
@@ -101,14 +101,25 @@ def _search_all(progress: Progress) -> None:
             progress.record_skipped(_improve(progress, evaluator, least_us))
 
 
-def improve_answer(answer: Answer, *, deadline: Deadline) -> Answer:
-    """Search longer from an answer's partition, and return the better answer; `answer` itself if none is found."""
+def improve_answer(answer: Answer, *, deadline: Deadline, descents: int = 0) -> Answer:
+    """Search longer from an answer's partition, and return the better answer; `answer` itself if none is found.
+
+    Args:
+        answer: The answer.
+        deadline: Time at which the search stops.
+        descents: Number of further descents from the cuts with which a search starts, in other random orders of moves.
+            The results of such descents differ by several percent if memory is scarce.
+    """
     start = answer.partition
     assert start is not None
     progress = Progress(case=answer.case, budget=SimulationBudget(None), deadline=deadline, upper_us=answer.step_us)
     with suppress(OutOfTimeError):
-        search = CutSearch(progress, Evaluator(answer.case, start.num_devices))
-        search.search_from(*cuts_and_choices(start), _MOST_FROM_BEST)
+        evaluator = Evaluator(answer.case, start.num_devices)
+        CutSearch(progress, evaluator).search_from(*cuts_and_choices(start), _MOST_FROM_BEST)
+        starts = start_cuts(progress, evaluator) if descents else []
+        for seed in range(1, descents + 1):
+            search = CutSearch(progress, evaluator, rows=_rows(evaluator), seed=seed)
+            search.search(starts, _MOST_OF_SEARCH_ALONE)
     return answer if progress.best is None else answer._replace(partition=progress.best, step_us=progress.upper_us)
 
 
@@ -204,14 +215,16 @@ def _improve(progress: Progress, evaluator: Evaluator, least_us: float) -> float
         least_us = max(least_us, linear.solution.bound_us)
         if least_us >= progress.upper_us:
             return least_us
-        starts += [linear.solution.cuts] if evaluator.case.rules.allows(linear.solution.cuts[None])[0] else []
     # If time runs out during this search, plans on fewer devices are not searched either.
     fewer = evaluator.num_devices - 1
     fewer_us = max(progress.case.least_step_us(fewer), progress.case.bound_us) if fewer else inf
     progress.rest_us = min(least_us, fewer_us)
-    rows = _ROWS if evaluator.num_actions >= _LONG_STEP else ROWS
-    CutSearch(progress, evaluator, rows=rows).search(starts, actions_per_descent(progress, evaluator))
+    CutSearch(progress, evaluator, rows=_rows(evaluator)).search(starts, actions_per_descent(progress, evaluator))
     return max(least_us, branch_and_bound_us(progress, evaluator, linear))
+
+
+def _rows(evaluator: Evaluator) -> int:
+    return _ROWS if evaluator.num_actions >= _LONG_STEP else ROWS
 
 
 class LinearBound(NamedTuple):

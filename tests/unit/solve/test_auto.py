@@ -22,6 +22,7 @@ from planner.core.values.profile import Device, Profile
 from planner.solve import Request, methods, search, solve
 from planner.solve.answer import Answer
 from planner.solve.cases import cases_of
+from planner.solve.chunks import search as chunks_search
 from planner.solve.chunks.cut_search import CutSearch
 from planner.solve.chunks.search import start_cuts
 from planner.solve.deadline import NEVER
@@ -323,6 +324,49 @@ def test_orders_are_searched_from_two_plans_if_both_are_almost_equally_fast(monk
     begun.clear()
     search._with_own_orders(first, own, request, NEVER, improved=answers[0])
     assert list(begun) == starts[1:]
+
+
+def answers_of(steps_us: dict[str, float]) -> dict[methods.CaseKey, Answer]:
+    """Return an answer with this step time for each schedule."""
+    inputs = replace(inputs_of(2, 4), schedule="auto", chunks=2)
+    cases = {case.schedule.name: case for case in cases_of(uneven(0), Request(inputs=inputs, micro_batches=4))}
+    partition = next(iter(cases.values())).partition([0, 4, 8, 12, 16], [0] * 4)
+    answers = [Answer(cases[name], partition, step_us, 0.0, "simulated") for name, step_us in steps_us.items()]
+    return {methods.CaseKey.of(answer.case): answer for answer in answers}
+
+
+def test_fastest_plans_get_further_descents_if_they_are_close(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans that become slower than the improved best plan by more than a limit are not improved."""
+    begun: dict[str, int] = {}
+    request = Request(inputs=replace(inputs_of(2, 4), schedule="auto"), micro_batches=4)
+
+    def record(answer: Answer, *, descents: int, **_: object) -> Answer:
+        begun[answer.case.schedule.name] = descents
+        return answer._replace(step_us=ratio * answer.step_us)
+
+    monkeypatch.setattr(chunks_search, "improve_answer", record)
+    for ratio, expected in ((1.0, {"zbv": 2, "v-half": 1, "v-min": 0}), (0.96, {"zbv": 2, "v-half": 0})):  # noqa: B007 - `record` reads it
+        begun.clear()
+        answers = answers_of({"zbv": 100.0, "v-half": 102.0, "v-min": 108.0})
+        best = next(iter(answers.values()))
+        searched = methods.SearchedCases(best, {"zbv": 0.0}, complete=True, answers=answers)
+        methods.improve_fastest_answers(searched, request, NEVER)
+        assert begun == expected
+    methods.improve_fastest_answers(searched, replace(request, actions=100_000), NEVER)
+    assert set(begun.values()) == {0}
+
+
+@pytest.mark.parametrize(("step_us", "improved"), [(103.0, 1), (105.0, 0)])
+def test_searched_orders_far_slower_than_a_named_schedule_are_not_improved(monkeypatch, step_us, improved):
+    answers = answers_of({SEARCHED.name: step_us})
+    first = methods.SearchedCases(*answers.values(), {SEARCHED.name: 0.0}, complete=True, answers=answers)
+    begun: list[Answer] = []
+    monkeypatch.setattr(search, "search_cases", lambda *_, **__: first)
+    monkeypatch.setattr(search, "_improved_orders", lambda _, start, *__, **___: begun.append(start))
+    request = Request(inputs=replace(inputs_of(2, 4), schedule="auto"), micro_batches=4)
+    searched = search._search_orders_twice([], request, NEVER, upper_us=110.0, promising_us=104.0)
+    assert searched == first
+    assert len(begun) == improved
 
 
 def test_fastest_schedules_are_searched_again_with_more_effort(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -324,7 +324,7 @@ def test_best_case_is_improved_further_unless_optimal(monkeypatch: pytest.Monkey
     times = [(4000 * rng.lognormvariate(0, 0.7), 8000 * rng.lognormvariate(0, 0.7)) for _ in range(30)]
     profile = chain(*(layer(f"l{n}", forward_us=f, backward_us=b) for n, (f, b) in enumerate(times)))
     request = Request(inputs=replace(inputs_of(4, 8), schedule="interleaved", chunks=3), micro_batches=8)
-    monkeypatch.setattr(search, "_MOST_OF_SEARCH_ALONE", 100_000)
+    monkeypatch.setattr(search, "_MOST_OF_SEARCH_ALONE", 10_000)
     longer = solve(profile, request)
     asked: list[Answer] = []
     monkeypatch.setattr(search, "improve_answer", lambda answer, **_: asked.append(answer) or answer)
@@ -339,6 +339,20 @@ def test_best_case_is_improved_further_unless_optimal(monkeypatch: pytest.Monkey
     assert len(asked) == 1
     monkeypatch.undo()
     assert search.improve_answer(answer, deadline=Deadline.after(0.0)) == answer
+
+
+def test_descents_in_other_orders_of_moves_find_a_faster_plan() -> None:
+    rng, layers = random.Random(2), []
+    for n in range(30):
+        time_us = 100 * rng.lognormvariate(0, 0.5)
+        passes = {"backward_input_us": (time_us,), "backward_weight_us": (time_us,), "weight_held_bytes": (30,)}
+        saved_bytes = rng.randrange(50, 150)
+        layers.append(layer(f"l{n}", forward_us=time_us, backward_us=2 * time_us, saved_bytes=saved_bytes, **passes))
+    inputs = replace(inputs_of(8, 8, memory_bytes=900), schedule="zbv", chunks=0)
+    (case,) = cases_of(chain(*layers), Request(inputs=inputs, micro_batches=8))
+    first = search.search_chunked_partitions(case, deadline=replace(NEVER, most_actions=50_000))
+    steps_us = [search.improve_answer(first, deadline=NEVER, descents=descents).step_us for descents in (0, 1)]
+    assert steps_us[1] < 0.98 * steps_us[0] < steps_us[0] < first.step_us
 
 
 @pytest.mark.slow
