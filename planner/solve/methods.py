@@ -137,6 +137,15 @@ class SearchedCases(NamedTuple):
         """Lower bound of the step time of all plans of these cases."""
         return min(self.bounds_us.values(), default=inf)
 
+    def simplest_answer(self, best: Answer, share: float) -> Answer:
+        """Return the answer with the simplest schedule that takes at most `share` longer than the best answer."""
+        if not share:
+            return best
+        # Schedules that come first in `SCHEDULES` count as simpler.
+        names, most_us = [*SCHEDULES, SEARCHED.name], best.step_us * (1 + share)
+        able = (answer for answer in self.answers.values() if answer.step_us <= most_us)
+        return min((best, *able), key=lambda answer: (names.index(answer.case.schedule.name), answer.step_us))
+
 
 class _Pass:
     def __init__(
@@ -265,6 +274,36 @@ def lower_bound_of_case_us(case: Case, upper_us: float) -> float:
     if case.bound_us >= upper_us or case.schedule.has_closed_form:
         return case.bound_us
     return max(case.bound_us, least_us_in_any_order(case))
+
+
+def named_lower_bound_us(cases: Sequence[Case], searched: SearchedCases, request: Request, deadline: Deadline) -> float:
+    """Return a lower bound of the step time of all plans of the cases that have a named schedule.
+
+    The bound is at most the step time of the best plan found, with any schedule. It is 0 if the request is one of many,
+    allows no searched schedules, or if the best plan is proven optimal.
+
+    Args:
+        cases: All cases of a request, also those with searched schedules.
+        searched: Result of the search over these cases, with a plan.
+        request: The request.
+        deadline: Limit on time; when it has passed, the bounds are those of the search.
+    """
+    assert searched.best is not None
+    upper_us, is_open = searched.best.step_us, request.inputs.schedule == "auto" and request.balance is None
+    if not (is_open and request.searches_longer) or searched.bound_us >= upper_us:
+        return 0.0
+    from planner.solve.chunks.case_bounds import raised_lower_bound_us  # noqa: PLC0415
+
+    named = [(case, _known_bound_us(case, searched, upper_us)) for case in cases if not case.schedule.needs_search]
+    least_us = min((known_us for case, known_us in named if not has_linear_program(case.schedule)), default=upper_us)
+    raisable = ((case, known_us) for case, known_us in named if has_linear_program(case.schedule))
+    return raised_lower_bound_us(raisable, min(least_us, upper_us), deadline)
+
+
+def _known_bound_us(case: Case, searched: SearchedCases, upper_us: float) -> float:
+    answer = searched.answers.get(CaseKey.of(case))
+    known_us = answer.lower_bound_us if answer is not None and answer.case.policy == case.policy else 0.0
+    return max(known_us, lower_bound_of_case_us(case, upper_us))
 
 
 def _us_to_beat(upper_us: float, case: Case, request: Request) -> float:

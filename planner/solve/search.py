@@ -8,7 +8,7 @@ from typing import Final
 from planner.core.cost.evaluate import Evaluation
 from planner.core.cost.width import WidthTables
 from planner.core.errors import SolverError
-from planner.core.schedule import SCHEDULES, SEARCHED
+from planner.core.schedule import SEARCHED
 from planner.core.values.plan import Plan, ScheduleName, SolverReport
 from planner.core.values.profile import Profile
 from planner.solve.answer import SAME, Answer
@@ -29,6 +29,7 @@ from planner.solve.methods import (
     improve_fastest_answers,
     key_without_schedule,
     lower_bound_of_case_us,
+    named_lower_bound_us,
     search_cases,
 )
 from planner.solve.request import Request
@@ -122,20 +123,12 @@ def solve(profile: Profile, request: Request, *, tables: WidthTables | None = No
         # If not everything was tried, the lack of a plan does not prove that none exists.
         is_proven = bound_us == inf or all(map(explain.state_exceeds_memory, cases))
         raise error if is_proven else SolverError(f"{error.message}, among the searched plans", hint=error.hint)
-    best = _simplest_answer(searched, request.inputs.simplest)
-    answer = _tie_broken(best, deadline) if breaks_ties else best
-    return _plan(answer, min(bound_us, best.step_us), request)
-
-
-def _simplest_answer(searched: SearchedCases, share: float) -> Answer:
-    best = searched.best
-    assert best is not None
-    if not share:
-        return best
-    # Schedules that come first in `SCHEDULES` count as simpler.
-    names, most_us = [*SCHEDULES, SEARCHED.name], best.step_us * (1 + share)
-    able = (answer for answer in searched.answers.values() if answer.step_us <= most_us)
-    return min((best, *able), key=lambda answer: (names.index(answer.case.schedule.name), answer.step_us))
+    # Skipped cases are not faster than the best plan. A simpler plan may be slower than the best plan.
+    bound_us = min(bound_us, best.step_us)
+    named_us = named_lower_bound_us(cases, searched, request, deadline)
+    answer = searched.simplest_answer(best, request.inputs.simplest)
+    answer = _tie_broken(answer, deadline) if breaks_ties else answer
+    return _plan(answer, bound_us, request, named_bound_us=named_us)
 
 
 def plan_with_schedules(
@@ -401,7 +394,7 @@ def _tie_broken(answer: Answer, deadline: Deadline) -> Answer:
     return answer if cuts is None else answer._replace(partition=case.partition(cuts.cuts, cuts.choices))
 
 
-def _plan(answer: Answer, bound_us: float, request: Request) -> Plan:
+def _plan(answer: Answer, bound_us: float, request: Request, *, named_bound_us: float = 0.0) -> Plan:
     assert answer.partition is not None
     evaluation = Evaluation(answer.case.costs, answer.partition, answer.case.cluster)
     step_us = evaluation.step_us
@@ -412,5 +405,13 @@ def _plan(answer: Answer, bound_us: float, request: Request) -> Plan:
         solver = SolverReport(method=answer.method, status="optimal", lower_bound_us=step_us)
     else:
         gap = 1 - bound_us / step_us
-        solver = SolverReport(method=answer.method, status="feasible", gap=gap, lower_bound_us=bound_us)
+        # Bounds that are equal within rounding are one bound.
+        is_higher = named_bound_us > bound_us * (1 + 1e-6)
+        solver = SolverReport(
+            method=answer.method,
+            status="feasible",
+            gap=gap,
+            lower_bound_us=bound_us,
+            named_lower_bound_us=min(named_bound_us, step_us) if is_higher else 0.0,
+        )
     return evaluation.plan(request.inputs, solver)

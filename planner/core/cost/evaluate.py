@@ -4,7 +4,7 @@ Solver, `check`, `show` and `emit` all read an `Evaluation`, so their prediction
 """
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -276,13 +276,13 @@ class Evaluation:
     def plan(self, inputs: Inputs, solver: SolverReport) -> Plan:
         """Return a plan with the partition, its predictions, the request `inputs` and the report of the search.
 
-        If the report says that the cuts are given, the plan's gap and lower bound are 0.
+        If the report says that the cuts are given, the plan's gap and lower bounds are 0.
         """
-        partition = self.partition
+        partition, bare = self.partition, SolverReport(method=solver.method, status="given")
         return Plan(
             generator=THIS_TOOL,
             inputs=inputs,
-            solver=replace(solver, gap=0.0, lower_bound_us=0.0) if solver.status == "given" else solver,
+            solver=bare if solver.status == "given" else solver,
             schedule=partition.schedule,
             chunks=partition.chunks,
             replicas=partition.replicas,

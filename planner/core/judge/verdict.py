@@ -279,7 +279,8 @@ def checkable_report(written: Plan, verdict: Verdict) -> SolverReport | None:
     if now is None or codes & {"GP101", "GP201"} or now.inputs != written.inputs:
         return None
     claimed = written.solver if written.solver.status == now.solver.status else now.solver
-    is_bare = claimed.status == "given" and not (written.frontier or claimed.gap or claimed.lower_bound_us)
+    has_claims = written.frontier or claimed.gap or claimed.lower_bound_us or claimed.named_lower_bound_us
+    is_bare = claimed.status == "given" and not has_claims
     return None if is_bare else claimed
 
 
@@ -299,14 +300,18 @@ def certificate_problems(plan: Plan, solver: SolverReport) -> tuple[str, ...]:
         plan: Plan with the step time and the frontier: the best plan for each number of micro-batches.
         solver: Status, lower bound and gap of the plan.
     """
-    step_us, bound_us = plan.predicted.step_us, solver.lower_bound_us
+    step_us, bound_us, named_us = plan.predicted.step_us, solver.lower_bound_us, solver.named_lower_bound_us
     problems = []
     if solver.status == "given":
-        if solver.gap or bound_us:
+        if solver.gap or bound_us or named_us:
             problems.append("given cuts have neither gap nor bound")
         return tuple(problems)
     if bound_us > step_us and not is_equal_rounded("lower_bound_us", bound_us, step_us):
         problems.append(f"the bound of {bound_us / 1e3:.1f} ms is above the step of {step_us / 1e3:.1f} ms")
+    if named_us and (solver.status == "optimal" or plan.inputs.schedule != "auto" or named_us <= bound_us):
+        problems.append("a bound for named schedules needs `schedule: auto`, and must be above a bound below the step")
+    if named_us > step_us and not is_equal_rounded("named_lower_bound_us", named_us, step_us):
+        problems.append(f"the bound for named schedules, {named_us / 1e3:.1f} ms, is above the step")
     gap = max(0.0, 1 - bound_us / step_us) if step_us else 0.0
     # Step time and bound are rounded to 0.1 us, which changes the gap of very short steps.
     if abs(gap - solver.gap) > 2e-6 + (0.2 / step_us if step_us else 0.0):

@@ -158,6 +158,16 @@ class SolverReport:
     gap: float = 0.0
     """(step time - lower bound) / step time."""
     lower_bound_us: float = 0.0
+    """Lower bound of the step time of all plans that the request allows."""
+    named_lower_bound_us: float = field(default=0.0, metadata=LEFT_OUT)
+    """Lower bound of the step time of those plans without a searched schedule.
+
+    0: not above `lower_bound_us`, or the request does not allow searched schedules alongside named ones.
+    """
+
+    def named_gap(self, step_us: float) -> float | None:
+        """Return (step time - lower bound) / step time for plans with named schedules; None without such a bound."""
+        return max(0.0, 1 - self.named_lower_bound_us / step_us) if self.named_lower_bound_us and step_us else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

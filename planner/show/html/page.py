@@ -33,7 +33,7 @@ from planner.show.views.cluster import (
 from planner.show.views.measured import pipeline_words
 from planner.show.views.memory import device_memory, fullest_device
 from planner.show.views.numbers import not_measured_warning, percent, solver_method_label
-from planner.show.views.plan import ideal_bubble_words, optimality_text, plan_headline, plan_stage_table
+from planner.show.views.plan import gap_words, ideal_bubble_words, optimality_text, plan_headline, plan_stage_table
 
 _MANY = 24
 
@@ -154,7 +154,7 @@ def _certificate(plan: Plan) -> str:
     if plan.solver.status == "optimal":
         return f"optimal: {optimality_text(plan)}"
     if plan.solver.status == "feasible":
-        return f"{optimality_text(plan)} (gap {percent(plan.solver.gap)})"
+        return f"{optimality_text(plan)} ({gap_words(plan)})"
     return "these cuts were given, not optimized"
 
 

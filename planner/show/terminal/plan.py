@@ -24,15 +24,13 @@ from planner.show.views.cluster import throughput_words, training_words
 from planner.show.views.numbers import not_measured_warning, percent, row_noun, solver_method_label
 from planner.show.views.plan import (
     figure_words,
+    gap_words,
     gpu_noun,
     has_unlike_devices,
     ideal_bubble_words,
     optimality_text,
     plan_headline,
 )
-
-_LEAST_GAP = 0.0005
-"""Smallest gap that is shown as a number; smaller gaps are shown as `below 0.1 %`."""
 
 
 def plan_text(
@@ -100,8 +98,7 @@ def _status(plan: Plan) -> str:
     if solver.status == "optimal":
         return f"optimal: {optimality_text(plan)} ({method})"
     if solver.status == "feasible":
-        gap = percent(solver.gap) if solver.gap >= _LEAST_GAP else "below 0.1 %"
-        return f"feasible, gap {gap}: {optimality_text(plan)} ({method})"
+        return f"feasible, {gap_words(plan)}: {optimality_text(plan)} ({method})"
     return "given: these cuts were given, not optimized"
 
 

@@ -14,6 +14,9 @@ from planner.show.views.memory import share_of_limit
 from planner.show.views.numbers import layer_range, percent
 from planner.show.views.table import Column, Table, Value, column, table
 
+_LEAST_GAP: Final = 0.0005
+"""Smallest gap that is shown as a number; smaller gaps are shown as `below 0.1 %`."""
+
 
 def plan_headline(plan: Plan) -> str:
     """Return schedule, number of stages and number of micro-batches in one line."""
@@ -71,8 +74,27 @@ def optimality_text(plan: Plan) -> str:
     if solver.status == "optimal":
         return f"no {whole} is faster"
     if solver.status == "feasible":
-        return f"no {whole} is faster than {format_us(solver.lower_bound_us)}"
+        return f"no {whole} is faster than {format_us(solver.lower_bound_us)}{_named_bound_words(plan)}"
     return ""
+
+
+def _named_bound_words(plan: Plan) -> str:
+    named_us = plan.solver.named_lower_bound_us
+    if not named_us:
+        return ""
+    least = "" if plan.solver.named_gap(plan.predicted.step_us) == 0 else f" than {format_us(named_us)}"
+    return f", no plan with a named schedule is faster{least}"
+
+
+def gap_words(plan: Plan) -> str:
+    """Return the gap over all plans, and the gap over plans with named schedules if it is known to be smaller."""
+    named_gap = plan.solver.named_gap(plan.predicted.step_us)
+    over_named = "" if named_gap is None else f", over the named schedules {_gap_text(named_gap)}"
+    return f"gap {_gap_text(plan.solver.gap)}{over_named}"
+
+
+def _gap_text(gap: float) -> str:
+    return percent(gap) if gap >= _LEAST_GAP or gap == 0 else "below 0.1 %"
 
 
 def _is_open_in_chunks(schedule: Schedule) -> bool:

@@ -227,6 +227,12 @@ def _rows(evaluator: Evaluator) -> int:
     return _ROWS if evaluator.num_actions >= _LONG_STEP else ROWS
 
 
+def approximate_work(evaluator: Evaluator) -> int:
+    """Return about how many actions could be simulated in the time to solve an evaluator's linear program."""
+    # The time grows approximately with the square of the size.
+    return approximate_num_constraints(evaluator) ** 2 // _ROWS_SQUARED
+
+
 class LinearBound(NamedTuple):
     """Lower bound from the linear program, with the branch and bound that can raise it."""
 
@@ -245,9 +251,7 @@ def solve_linear_program(progress: Progress, evaluator: Evaluator, starts: Seque
         starts: Cuts from which searches start. `starts[0]` is the program's `reference_cuts`.
     """
     budget = progress.budget
-    size = approximate_num_constraints(evaluator)
-    # The time grows approximately with the square of the size.
-    actions = size * size // _ROWS_SQUARED
+    size, actions = approximate_num_constraints(evaluator), approximate_work(evaluator)
     most = min(_MOST_OF_BOUND, budget.left // _SHARE) if budget.is_bounded else _MOST_OF_BOUND_ALONE
     if evaluator.case.rules.balance is not None or actions > most or not starts or not is_installed("highspy"):
         return None

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from planner.core.errors import MissingPackageError, PlannerError, SolverError
 from planner.core.judge.verdict import Verdict, certificate_problems, checkable_report, is_equal_rounded, with_findings
+from planner.core.schedule import SEARCHED
 from planner.core.values.findings import Finding, finding
 from planner.core.values.plan import FrontierPoint, Plan, SolverReport
 from planner.core.values.profile import Profile
@@ -83,6 +84,12 @@ def _contradiction(now: Plan, best: Plan) -> str:
         return f"it is marked as optimal, but {list(best.balance)} takes {best_us / 1e3:.1f} ms"
     if best_us < bound_us and not is_equal_rounded("lower_bound_us", best_us, bound_us):
         return f"its lower bound is {bound_us / 1e3:.1f} ms, but {list(best.balance)} is faster"
+    named_us = 0.0 if best.schedule == SEARCHED.name else now.solver.named_lower_bound_us
+    if best_us < named_us and not is_equal_rounded("named_lower_bound_us", best_us, named_us):
+        return (
+            f"its lower bound for named schedules is {named_us / 1e3:.1f} ms, "
+            f"but {list(best.balance)} under {best.schedule} is faster"
+        )
     return ""
 
 

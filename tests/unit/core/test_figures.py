@@ -56,6 +56,9 @@ def test_false_certificates_are_reported() -> None:
         SolverReport(method="x", status="optimal", lower_bound_us=step_us / 2, gap=0.5),
         SolverReport(method="x", status="optimal", lower_bound_us=step_us * 2),
         SolverReport(method="given", status="given", lower_bound_us=step_us),
+        SolverReport(method="given", status="given", named_lower_bound_us=step_us),
+        SolverReport(method="x", status="optimal", lower_bound_us=step_us, named_lower_bound_us=step_us),
+        SolverReport(method="x", status="feasible", lower_bound_us=1.0, gap=1 - 1 / step_us, named_lower_bound_us=0.5),
     ):
         verdict = api.check(replace(slow, solver=report), profile=gate.profile())
         assert [each.code for each in verdict.findings] == ["GP205"], report

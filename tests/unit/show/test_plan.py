@@ -6,6 +6,7 @@ import pytest
 
 from planner.core.values.plan import FrontierPoint, SolverReport
 from planner.core.values.units import format_bytes, format_us
+from planner.show.html.page import plan_html
 from planner.show.terminal.plan import plan_text
 from tests.unit.show.samples import MIB, events_of, interleaved, plan, profile, style, unlike
 
@@ -77,6 +78,26 @@ def test_groups_are_counted_in_gpus():
 )
 def test_certificate_follows_the_figures(solver, words):
     assert words in plan_text(plan(solver=solver), (), WIDE)
+
+
+@pytest.mark.parametrize(
+    ("share", "gap", "bound"),
+    [(0.97, "3.0 %", "faster than 35.4 ms"), (1.0, "0.0 %", "faster"), (0.9999, "below 0.1 %", "faster than 36.5 ms")],
+)
+def test_second_gap_follows_the_first(share, gap, bound):
+    step_us = plan().predicted.step_us
+    solver = SolverReport(
+        method="simulated",
+        status="feasible",
+        gap=0.05,
+        lower_bound_us=0.95 * step_us,
+        named_lower_bound_us=share * step_us,
+    )
+    both = plan(solver=solver)
+    both = replace(both, inputs=replace(both.inputs, schedule="auto"))
+    first = f"no plan is faster than {format_us(0.95 * step_us)}, no plan with a named schedule is {bound}"
+    assert f"feasible, gap 5.0 %, over the named schedules {gap}: {first} (" in plan_text(both, (), WIDE)
+    assert f"{first} (gap 5.0 %, over the named schedules {gap})" in plan_html(both, None, None, None, digest="")
 
 
 def test_certificate_names_the_numbers_of_chunks_tried():

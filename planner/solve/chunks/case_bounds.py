@@ -1,0 +1,92 @@
+"""Lower bound of the step time of several cases, which linear programs raise.
+
+The search of `auto` has no time for the linear programs of all cases. They are solved after it, and only for the cases
+with the smallest lower bounds, as long as all of these can be raised.
+
+Complexity: at most `_MOST_WORK` in the units of `approximate_work`, about one CPU second.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from heapq import heapify, heappop, heappush
+from typing import Final, NamedTuple
+
+from planner.core.extras import is_installed
+from planner.solve.chunks.search import approximate_work, solve_linear_program, start_cuts
+from planner.solve.deadline import Deadline, OutOfTimeError
+from planner.solve.progress import Progress, SimulationBudget
+from planner.solve.space.case import Case
+from planner.solve.space.partitions import Evaluator
+
+_MOST_WORK: Final = 1_500_000
+"""Most work of all linear programs, as the number of simulated actions that take as long."""
+
+_EQUAL: Final = 1 + 1e-9
+"""Ratio of two bounds below which they count as equal."""
+
+
+class _CaseBound(NamedTuple):
+    least_us: float
+    """Lower bound of the step time on `num_devices` devices."""
+    number: int
+    case: Case
+    num_devices: int
+    """Number of devices whose linear program may raise the bound; 0 if none can."""
+
+
+def raised_lower_bound_us(bounds: Iterable[tuple[Case, float]], upper_us: float, deadline: Deadline) -> float:
+    """Return a lower bound of the step time of all plans of some cases, raised by linear programs; at most `upper_us`.
+
+    Args:
+        bounds: Cases with several chunks or a split backward, each with a lower bound in microseconds.
+        upper_us: Step time of a plan in microseconds, above which no bound is needed.
+        deadline: Limit on time; when it has passed, no bound is raised.
+    """
+    heap = [bound for case, case_us in bounds for bound in _bounds_by_devices(case, case_us, upper_us)]
+    heap = [bound._replace(number=number) for number, bound in enumerate(heap)]
+    heapify(heap)
+    left = _MOST_WORK if is_installed("highspy") else 0
+    while heap and heap[0].least_us < upper_us and heap[0].num_devices and deadline.left_s > 0:
+        lowest = [heappop(heap)]
+        while heap and heap[0].least_us <= lowest[0].least_us * _EQUAL:
+            lowest.append(heappop(heap))
+        # Unless all of the lowest bounds can be raised, none needs to be.
+        raised, left = _raised_bounds(lowest, upper_us, left, deadline)
+        for bound in raised or (bound._replace(num_devices=0) for bound in lowest):
+            heappush(heap, bound)
+    return min([upper_us, *(bound.least_us for bound in heap)])
+
+
+def _bounds_by_devices(case: Case, case_us: float, upper_us: float) -> Iterator[_CaseBound]:
+    if case.is_too_large:
+        return
+    for num_devices in range(case.num_devices, 0, -1):
+        least_us = max(case_us, case.least_step_us(num_devices))
+        if least_us >= upper_us:
+            return
+        yield _CaseBound(least_us, 0, case, num_devices)
+
+
+def _raised_bounds(
+    bounds: Sequence[_CaseBound], upper_us: float, left: int, deadline: Deadline
+) -> tuple[list[_CaseBound], int]:
+    # Return the bounds that linear programs raised, and the work that is left; no bounds if too little is left.
+    evaluators = []
+    for bound in bounds:
+        if not bound.num_devices:
+            return [], left
+        evaluators.append(Evaluator(bound.case, bound.num_devices))
+        left -= approximate_work(evaluators[-1]) if evaluators[-1].can_run else 0
+        if left < 0:
+            return [], 0
+    raised = []
+    for bound, evaluator in zip(bounds, evaluators, strict=True):
+        if not evaluator.can_run:
+            continue
+        progress = Progress(case=bound.case, budget=SimulationBudget(None), deadline=deadline, upper_us=upper_us)
+        try:
+            linear = solve_linear_program(progress, evaluator, start_cuts(progress, evaluator))
+        except OutOfTimeError:
+            return [], 0
+        least_us = bound.least_us if linear is None else max(bound.least_us, linear.solution.bound_us)
+        raised.append(bound._replace(least_us=least_us, num_devices=0))
+    return raised, left
