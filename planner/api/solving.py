@@ -1,4 +1,4 @@
-"""`solve`: find the fastest plan for numbers of devices. `sweep`: find the smallest cluster."""
+"""`solve`: find the fastest plan for each given number of devices. `sweep`: find the smallest cluster."""
 
 from collections.abc import Sequence
 from dataclasses import fields, replace

@@ -1,4 +1,4 @@
-"""Parsing of command lines, and help with options in sections."""
+"""Parsing of command lines, and help texts that list options in sections."""
 
 from collections.abc import Sequence
 from contextlib import suppress

@@ -23,7 +23,7 @@ from planner.model.repeated_code import RepeatedCode
 
 
 class SentResultFinder:
-    """Search for sent results in execution order. An operand of a sent result may itself be a sent result."""
+    """Search for results of functions that are sent across cuts. A sent result may be computed from other ones."""
 
     def __init__(self, recording: Recording, repeated_code: RepeatedCode) -> None:
         self._recording = recording

@@ -41,7 +41,10 @@ TimeSamples = dict[LayerKey, list[tuple[float, float]]]
 
 @dataclass(frozen=True)
 class MeasurementInput:
-    """Input of a layer for one micro-batch: tensors that require gradients as in the model, but have no graph."""
+    """Input of a layer for one micro-batch. Its tensors are leaves of autograd's graph.
+
+    A tensor requires gradients if it does so in the model.
+    """
 
     values: tuple[Any, ...]
     spec: TreeSpec

@@ -41,7 +41,7 @@ class StageLayer:
     recomputed: bool
 
     def select_state(self, trained: dict[str, Array], fixed: dict[str, Array]) -> State:
-        """Return this layer's parameters and buffers, selected from those of the stage (trained, and all others)."""
+        """Return this layer's arrays from those of the stage: `trained` parameters, and `fixed` ones and buffers."""
         return (
             {name: trained[self.names[name]] for name in self.function.trained},
             {name: fixed[self.names[name]] for name in self.function.fixed},

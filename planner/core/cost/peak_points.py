@@ -387,10 +387,9 @@ def _peak_part_counts(row: tuple[Action, ...], program: tuple[Instruction, ...],
 
 
 def optimizer_step_counts(chunks: int) -> IntArray:
-    """Return how often each memory part (`PARTS`) exists on a device during the optimizer's steps.
+    """Return the number of copies of each memory part (`PARTS`) on a device while the optimizer updates its chunks.
 
-    The dimensions are: chunk whose parameters are updated, chunk that has the parts, part. The autocast cache does not
-    count.
+    Entry [u, c, p] is for part p of chunk c during the update of chunk u. The autocast cache does not count.
     """
     steps = np.zeros((chunks, chunks, len(PARTS)), np.int64)
     steps[:, :, _PLACE["gradients"]] = 1

@@ -257,7 +257,7 @@ def device_spans(
 
 
 class _Step(NamedTuple):
-    """Action of the simulation, with what it waits for and sends. A slot is an index in the list of arrival times."""
+    """Action of the simulation, with its messages. A message's slot is the index of its arrival time in a list."""
 
     kind: Letter
     stage: int

@@ -91,7 +91,9 @@ def _next_use(costs: ChainCosts, layer: int) -> float:
 
 
 def waiting_gradients_in_stage(costs: ChainCosts, backward: Backward, first: int, end: int) -> FloatArray:
-    """Return the bytes of gradients that wait while the backward of each layer of one stage runs.
+    """Return, for each layer of a stage, the bytes of shared parameters' gradients that exist during its backward.
+
+    These are gradients of later layers, which wait for the backward of an earlier layer with the same parameter.
 
     Args:
         costs: Costs of the layers.

@@ -188,7 +188,7 @@ class EquivalenceRound:
         """Train a pipeline with these cuts, and compare it with the reference.
 
         Returns:
-            Differences of each rank, and the problem of the cuts; it is empty if rounding errors explain all
+            Differences of each rank, and what is wrong with the cuts: an empty problem if rounding errors explain all
             differences.
         """
         trial = PipelineTrial(

@@ -154,9 +154,9 @@ class CheckedModel:
 
     @property
     def compared_cuts(self) -> dict[int, int]:
-        """Cuts of the trained model to compare, one for each class of equivalent cuts.
+        """Cuts to compare, one for each class of equivalent cuts.
 
-        A key is the first cut of the class in the full model.
+        A key is the first cut of a class in the user's model, its value the cut in the shortened model that is trained.
         """
         if self.chain is self.whole:
             return {cut: cut for cut in self.cut_classes.representatives}

@@ -1,10 +1,9 @@
 """Attribute the time of a training step to stages and boundaries, from the recorded actions of every process.
 
 Only forwards and backwards are recorded: whole backwards (B), or input-gradient (I) and weight-gradient (W) passes. The
-gaps between actions are attributed once all processes have the same clock. If the input of an action comes from another
-process, the gap before the action is idle time until the sender had the input ready. The rest of the gap is the
-transfer as the receiver saw it, which includes the engine's own time. A gap before an action that receives nothing is
-the engine's own time.
+times of all processes are first converted to one clock. If the input of an action comes from another process, the gap
+before the action is idle time until the sender had the input ready. The rest of the gap is the transfer as the receiver
+saw it, which includes the engine's own time. A gap before an action that receives nothing is the engine's own time.
 
     sender      | ... action |
     receiver    | action |        | action

@@ -39,7 +39,7 @@ def check_losses(losses: Sequence[Tensor], mean: float, activity: RankActivity) 
     Args:
         losses: Losses of this rank's micro-batches.
         mean: Loss of the step.
-        activity: Activity of this rank, for the message.
+        activity: Stage and micro-batch that this rank runs, for the message.
 
     Raises:
         TrainingError: The loss of a micro-batch is not finite; the error names the first such micro-batch.

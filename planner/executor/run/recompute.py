@@ -114,7 +114,7 @@ class _Recomputing(torch.autograd.Function):
 
 
 def _take_gradients(into: list[Tensor | None], gradients: Tensors) -> tuple[None, ...]:
-    """Append `gradients` to the list `into`, and return None values, so that autograd releases the gradients."""
+    """Move `gradients` to the list `into`, and return None for each, so that autograd itself keeps none of them."""
     into.extend(gradients)
     return (None,) * len(gradients)
 

@@ -1,4 +1,4 @@
-"""Find the shapes of all boundary tensors of a chain, and which layers write or return their input."""
+"""Find the shapes of all boundary tensors of a chain, and which layers change their input in place or return it."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext

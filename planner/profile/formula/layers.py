@@ -222,9 +222,9 @@ class _LayerFormulas:
         return linear.copies * linear.inputs * outputs
 
     def _span(self, attention: Attention) -> int:
-        """Return the number of tokens that each token attends to, including those that a causal mask hides.
+        """Return the number of tokens for which a token's scores are computed, including those that a mask hides.
 
-        Only fused kernels skip tokens outside a window.
+        Kernels that are not fused also compute the scores outside a sliding window.
         """
         window = attention.window if self.execution.fused else 0
         return min(window or self.shape.sequence, self.shape.sequence)

@@ -116,7 +116,7 @@ def row_noun(chunks: int) -> str:
 
 
 def not_measured_warning(how: str) -> str:
-    """Return a warning about numbers that are `compiled` or `estimated`; empty if `how` is `measured`."""
+    """Return a warning that a compiler or a formula predicted the numbers; empty if `how` is `measured`."""
     return "" if how == "measured" else f"{how}, not measured: profile on the device before you rely on these numbers"
 
 

@@ -35,7 +35,7 @@ _FIRST_WINDOW = 1.5
 
 @dataclass(slots=True)
 class TableWidth:
-    """Width of a case's stage tables: the number of layers of the longest stage in them. The search increases it."""
+    """Largest number of layers of a stage in the tables of `case`. The search increases it."""
 
     case: Case
     width: int = 0

@@ -114,7 +114,7 @@ class BranchAndBound:
     def branch(self, upper_us: float, *, most_iterations: int, limit_s: float = inf) -> float:
         """Raise the lower bound of the step time of all partitions until a limit is reached, and return it.
 
-        The bound, in microseconds, is at most `upper_us`. It is 0 if `solve` returned None.
+        The bound, in microseconds, is at most `upper_us`. It is 0 if `solve` has found no bound.
 
         Args:
             upper_us: Step time of a known plan, in microseconds. Linear programs with a longer step time are not

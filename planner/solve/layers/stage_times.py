@@ -1,7 +1,8 @@
 """Time that every stage needs to recompute layers: lower bounds first, exact values for stages in good plans.
 
 `cheapest.py` finds the exact value for one stage. The lower bound is a fractional knapsack: layers are recomputed in
-the order of bytes freed per time until the stage fits, and each layer counts with the most bytes that it can free.
+the order of bytes freed per time until the stage fits. A layer may free fewer bytes in a stage than are assumed here,
+so the true time is never shorter.
 """
 
 from typing import NamedTuple

@@ -1,8 +1,8 @@
 """Tables of the stages that each device can run, with the fastest recomputation that fits.
 
-A stage's memory does not depend on the other cuts (under 1F1B, for a given number of later stages). A memory limit
-therefore only decides which stages are allowed, and with which recomputation. The fastest recomputation that fits is
-always optimal, because nothing else in the plan depends on it.
+A stage's memory does not depend on the cuts between other stages. (Under 1F1B, it depends on the number of later
+stages.) A memory limit therefore only decides which stages are allowed, and with which recomputation. The fastest
+recomputation that fits is always optimal, because nothing else in the plan depends on it.
 
 A table has a row for each possible end of a stage (one past its last layer), and `width` columns. The last column is
 for stages that consist of one layer, column 0 for stages of `width` layers. Longer stages are not in the table.
