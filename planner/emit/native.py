@@ -326,13 +326,30 @@ def _fewer_processes_paragraph(balance: Balance) -> str:
 
 
 def stage_lines(plan: Plan) -> str:
-    """Return a text with one line for each stage of the plan, for a docstring."""
-    lines = [
-        f"stage {s.index}: {s.layers} layers, {escape_for_docstring(s.first)} to {escape_for_docstring(s.last)}, "
-        f"recompute {_recomputed(s)}, {format_bytes(s.memory.total)} of {format_bytes(s.memory_bytes)}"
+    """Return a text with one line for each stage of the plan, for a docstring.
+
+    If a device has several stages, lines for the devices come first, because stages share the memory of their device.
+    """
+    stages = [
+        f"stage {s.index}: {pluralize(s.layers, 'layer')}, {escape_for_docstring(s.first)} to "
+        f"{escape_for_docstring(s.last)}, recompute {_recomputed(s)}"
         for s in plan.stages
     ]
-    shown = lines if len(lines) <= 16 else [*lines[:15], f"… and {len(lines) - 15} more stages"]
+    memory = [
+        f"{format_bytes(used)} of {format_bytes(chunks[0].memory_bytes)}"
+        for used, chunks in zip(plan.peak_bytes_by_device(), plan.by_device(), strict=True)
+    ]
+    if plan.chunks == 1:
+        return _shown_lines([f"{stage}, {of}" for stage, of in zip(stages, memory, strict=True)], "stages")
+    devices = [
+        f"device {d}: stages {', '.join(str(s.index) for s in chunks)}, {of}"
+        for d, (chunks, of) in enumerate(zip(plan.by_device(), memory, strict=True))
+    ]
+    return f"{_shown_lines(devices, 'devices')}\n\n{_shown_lines(stages, 'stages')}"
+
+
+def _shown_lines(lines: list[str], noun: str) -> str:
+    shown = lines if len(lines) <= 16 else [*lines[:15], f"… and {len(lines) - 15} more {noun}"]
     return "\n".join(f"    {line}" for line in shown)
 
 

@@ -650,7 +650,7 @@ def test_the_script_describes_the_edited_plan(here: Path, capsys: Capsys) -> Non
     assert files.read_balance("balance.yaml").balance == (4, 1)
     script = (here / "train.py").read_text()
     assert "stage 0: 4 layers, 0 to 3" in script
-    assert "stage 1: 1 layers, 4 to 4" in script
+    assert "stage 1: 1 layer, 4 to 4" in script
 
 
 def test_nothing_is_emitted_from_a_stale_plan(here: Path, capsys: Capsys) -> None:

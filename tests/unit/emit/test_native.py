@@ -12,8 +12,9 @@ import pytest
 from planner.api.question import calibrated_options
 from planner.core.errors import UsageError
 from planner.core.values.balance import RunPrediction
-from planner.core.values.plan import Inputs, Plan, ProfileReference
+from planner.core.values.plan import Inputs, Plan, ProfileReference, ScheduleName
 from planner.core.values.profile import Environment, Model, Profile
+from planner.core.values.units import format_bytes
 from planner.emit import InputPaths, decisions_digest, emit_native, is_edited
 from planner.files import digest_of, read_balance
 from planner.solve import Request, solve
@@ -268,6 +269,22 @@ def test_prediction_from_an_estimate_is_marked_in_the_script(how: Literal["measu
     script = emit_native(plan, profile, folder=".", profile_folder=".").script
     (line,) = [line for line in script.splitlines() if line.startswith("Predicted: ")]
     assert line.endswith("'s device." if how == "measured" else f"'s device; {how}, not measured.")
+
+
+@pytest.mark.parametrize(("schedule", "rows"), [("zbv", ["0, 3", "1, 2"]), ("search", ["0, 3", "1, 2"]), ("1f1b", [])])
+def test_script_lists_devices_and_stages_apart(tmp_path: Path, schedule: ScheduleName, rows: list[str]) -> None:
+    """Stages of one device share its memory, which is therefore a figure of the device."""
+    profile, count = profile_of(), 2 if rows else 1
+    inputs = replace(plan_of(profile, (6, 6)).inputs, schedule=schedule, chunks=count)
+    balance = (3,) * 4 if rows else (6, 6)
+    plan = solve(profile, Request(inputs=inputs, balance=balance, micro_batches=4, searches_longer=False))
+    assert plan.placement == ("v" if rows else "loop")
+    listed = [line.strip() for line in write(tmp_path, plan, profile).splitlines() if " 0: " in line or " 1: " in line]
+    devices, stages = ([line for line in listed if line.startswith(word)] for word in ("device", "stage"))
+    memory = [f"{format_bytes(used)} of 954 MiB" for used in plan.peak_bytes_by_device()]
+    assert devices == [f"device {d}: stages {row}, {memory[d]}" for d, row in enumerate(rows)]
+    assert [line.partition(", ")[0] for line in stages] == [f"stage {k}: {balance[k]} layers" for k in range(2)]
+    assert [line.endswith(" of 954 MiB") for line in stages] == [not rows] * 2
 
 
 def test_balance_configuration_has_predictions_and_paths() -> None:
