@@ -47,7 +47,8 @@ def rate_words(plan: Plan, certainty: Certainty | None) -> str:
 def _with_range(value: float, ends: tuple[float, float], end: int, unit: str) -> str:
     words = f"{_ending(ends[0], end, floor)} to {_ending(ends[1], end, ceil)}"
     # A prediction is outside its range if earlier ones were all too low or too high. The value alone would mislead.
-    is_outside = not ends[0] <= value <= ends[1]
+    # Rounded numbers are compared, because the reader sees only these.
+    is_outside = not _steps(ends[0], end, floor) <= _steps(value, end) <= _steps(ends[1], end, ceil)
     return (
         f"{words}{unit} ({_ending(value, end)} predicted)" if is_outside else f"{_ending(value, end)}{unit} ({words})"
     )
@@ -136,9 +137,12 @@ def _digits_end(value: float, digits: int) -> int:
 
 
 def _ending(value: float, end: int, whole: Callable[[float], int] = round) -> str:
+    return f"{_steps(value, end, whole) / 10.0**end:,.{max(0, end)}f}"
+
+
+def _steps(value: float, end: int, whole: Callable[[float], int] = round) -> int:
     # Floating-point errors are removed first, so that `floor` and `ceil` keep numbers that have `end` decimals.
-    steps = whole(round(value * 10.0**end, 6))
-    return f"{steps / 10.0**end:,.{max(0, end)}f}"
+    return whole(round(value * 10.0**end, 6))
 
 
 def _signed(ratio: float) -> str:

@@ -1,12 +1,18 @@
 """Error ranges in words: significant digits, and their source in one line."""
 
+import json
+import random
+import re
 from dataclasses import replace
 
 import pytest
 
+from planner import files
 from planner.core.judge.certainty import Certainty, certainty_of
+from planner.core.judge.verdict import judge
 from planner.show.html import plan_html
 from planner.show.terminal.plan import plan_text
+from planner.show.terminal.verdict import verdict_text
 from planner.show.views.certainty import accuracy_words, peak_words, rate_words, step_words
 from tests.unit.show.samples import MIB, plan, profile, step_of_sample, style
 
@@ -38,6 +44,40 @@ def test_figures_have_the_digits_that_their_range_allows(step_us, range_us, step
     certainty = replace(OPEN, step_us=range_us)
     assert step_words(taking(step_us), certainty) == step
     assert rate_words(taking(step_us), certainty) == rate
+
+
+def test_headline_is_inside_its_range_or_marked_as_predicted():
+    """Rounding moves no headline out of the range beside it."""
+    rng = random.Random(0)
+    for _ in range(2000):
+        step_us = 10 ** rng.uniform(0.5, 9)
+        ends = sorted(step_us * rng.lognormvariate(0, 0.3) for _ in range(2))
+        certainty = replace(OPEN, step_us=(ends[0], ends[1]))
+        planned = taking(step_us, samples_per_s=16e6 / step_us)
+        for words in (step_words(planned, certainty), rate_words(planned, certainty)):
+            value, low, high = figures_of(words)
+            assert (low <= value <= high) == ("predicted" not in words), (step_us, ends, words)
+        # The word is used only if the prediction itself is outside of the range.
+        assert ("predicted" in step_words(planned, certainty)) <= (not ends[0] <= step_us <= ends[1])
+
+
+def figures_of(words: str) -> tuple[float, float, float]:
+    """Return headline and range of `530 ms (500 to 590)` or `570 to 720 ms (390 predicted)`."""
+    numbers = [float(text.replace(",", "")) for text in re.findall(r"[\d,]+(?:\.\d+)?(?:e[+-]\d+)?", words)]
+    first, second, third = numbers
+    return (third, first, second) if "predicted" in words else (first, second, third)
+
+
+@pytest.mark.parametrize(("share", "word"), [(2.0, "fits"), (1.0, "tight"), (0.99, "does not fit")])
+def test_terminal_report_and_json_use_the_same_three_words(share, word):
+    planned = plan(of=profile())
+    limits = tuple(int(share * need) for need in planned.peak_bytes_by_device())
+    verdict = judge(planned, profile(), profile_digest="sha256:0", memory_bytes=limits)
+    text = plan_text(verdict.plan, (), style(120, wrap=False), certainty=verdict.certainty)
+    assert f" · {word}\n" in text
+    assert f"{word}; " in plan_html(verdict.plan, profile(), step_of_sample(verdict.plan), None, digest="sha256:0")
+    assert json.loads(files.json_text(verdict))["memory"] == word
+    assert verdict_text(verdict, style(120, wrap=False)).splitlines()[-1].startswith(word)
 
 
 def test_peak_is_shown_with_its_upper_end():
