@@ -158,11 +158,12 @@ class PhaseAgreement:
 
     def _compare_along_pipeline(self, begun: _BegunPhase) -> None:
         place, group = self._place, self._groups.pipeline
+        self._script.end_step()
         self._activity.begin(_DOING[begun.phase], waits_for=place.position - 1 if place.position else None)
         if place.position > 0:
             previous = place.rank_of(place.position - 1)  # stage k < K is on device k, in a loop and in a V
             wait_for_all(start_transfer(dist.irecv, self._received, previous, group))
-            *numbers, count, rates, factor, other = self._received.tolist()
+            *numbers, count, rates, gradients, added, weights = self._received.tolist()
             received = _BegunPhase.read(numbers)
             if received._replace(checksums=begun.checksums) != _BegunPhase.read(begun.numbers):
                 raise self._disagreement(begun, received, previous, has_more=place.position > 1)
@@ -173,7 +174,7 @@ class PhaseAgreement:
                     hint="pass the loader to `pipeline.batches`, so that all ranks draw the same random numbers for it",
                 )
             begun = begun._replace(checksums=begun.checksums.completed_by(received.checksums))
-            self._script.compare(ScriptRecord(int(count), int(rates), factor, other), place.rank, previous)
+            self._script.compare(ScriptRecord(int(count), int(rates), gradients, added, weights), place.rank, previous)
         if place.position + 1 < place.num_devices:
             self.wait_until_sent()  # the previous message, which the next rank has received by now
             self._own.copy_(torch.tensor([*begun.numbers, *self._script.record], dtype=torch.float64))

@@ -24,8 +24,10 @@ _NUM_PARAMETERS = 8
 """Number of parameters that are compared."""
 _NUM_ELEMENTS = 8
 """Number of elements of a parameter that are compared."""
-_ROUNDING = 0.01
-"""Largest relative difference of two factors that may be due to rounding, also in bfloat16."""
+_ROUNDING = 1e-4
+"""Largest relative difference of two factors that may be due to rounding in float32."""
+_ROUNDING_OF_SUMS = 1e-2
+"""The same for a factor that comes from a small difference of weights."""
 _SMALL = 1e-3
 """Gradients that are smaller than this share of the largest one are too inaccurate to compute a factor."""
 
@@ -44,15 +46,18 @@ class ScriptRecord(NamedTuple):
     """Checksum of the learning rates in these calls."""
     gradient_factor: float = 0.0
     """Factor by which the script has multiplied all gradients of the last step; 0 if there is no such factor."""
-    weight_factor: float = 0.0
+    added_factor: float = 0.0
     """Factor of all gradients of the last step that the script has added to weights; 0 if there is no such factor."""
+    weight_factor: float = 0.0
+    """Factor by which the script has multiplied all weights after the last step; 0 if there is no such factor."""
 
 
 NO_RECORD: Final = ScriptRecord()
 
 _FACTORS = {
     "gradient_factor": "multiplied the gradients of its parameters by another number",
-    "weight_factor": "added another multiple of the gradients to its parameters",
+    "added_factor": "added another multiple of the gradients to its parameters",
+    "weight_factor": "multiplied its parameters by another number",
 }
 
 
@@ -68,6 +73,7 @@ class ScriptChanges:
         self._compared: list[Tensor] = []
         self._at_begin = self._at_mark = _Elements.of([])
         self._at_optimizer_step: _Elements | None = None
+        self._at_optimizer_end: _Elements | None = None
         self._random = 0
         self._ratios: dict[str, float] = {}
         """First known ratio of each factor to that of the previous rank."""
@@ -77,7 +83,7 @@ class ScriptChanges:
         """Store values that the script may change. Call this method before the block of a step, and after a clip."""
         trained = [parameter for parameter in self._parameters if parameter.grad is not None]
         self._compared = trained[:: len(trained) // _NUM_PARAMETERS + 1]
-        self._at_optimizer_step = None
+        self._at_optimizer_step = self._at_optimizer_end = None
         self.ignore_draws()
         self._at_begin = self._at_mark
 
@@ -96,16 +102,26 @@ class ScriptChanges:
     def end_optimizer_step(self) -> None:
         """Store weights and gradients after the step of an optimizer."""
         self.ignore_draws()
+        self._at_optimizer_end = self._at_mark
 
     def end_block(self) -> None:
         """Record the factors of the block that ends."""
         self.check_draws()
         before, after = self._at_begin, self._at_optimizer_step or _Elements.of(self._compared)
         self.record = self.record._replace(
-            gradient_factor=before.common_factor(after.gradients),
-            weight_factor=before.common_factor(after.weights - before.weights),
+            gradient_factor=before.common_factor(before.gradients, after.gradients),
+            added_factor=before.common_factor(
+                before.gradients, after.weights - before.weights, rounding=_ROUNDING_OF_SUMS
+            ),
         )
         self.ignore_draws()
+
+    def end_step(self) -> None:
+        """Record the change of weights since the optimizer's step. Call this method before the next phase."""
+        if self._at_optimizer_end is not None:
+            before, after = self._at_optimizer_end, _Elements.of(self._compared)
+            self.record = self.record._replace(weight_factor=before.common_factor(before.weights, after.weights))
+            self._at_optimizer_end = None
 
     def ignore_draws(self) -> None:
         """Forget random numbers that were drawn by now, for example to shuffle the data of an evaluation."""
@@ -147,16 +163,18 @@ class ScriptChanges:
                 "script sets them by values of one rank's parameters",
                 hint=_HINT,
             )
+        rounding = max(_ROUNDING, *map(_rounding_of, (self._at_begin.weights, self._at_begin.gradients)))
         for name, action in _FACTORS.items():
             factor, others = getattr(own, name), getattr(other, name)
             if not factor or not others:
                 continue
             # A ratio that does not change is no norm: a script may scale the gradients of the first layers by 0.1.
             first = self._ratios.setdefault(name, factor / others)
-            if abs(factor / others - first) > _ROUNDING * abs(first):
+            largest = max(rounding, _ROUNDING_OF_SUMS) if name == "added_factor" else rounding
+            if abs(factor / others - first) > 2 * largest * abs(first):
                 raise TrainingError(
                     f"in the last step, the script on rank {rank} {action} than on rank {previous} ({factor:.4g} and "
-                    f"{others:.4g}): it uses a norm over the gradients of one rank",
+                    f"{others:.4g}): it uses a norm over the parameters or gradients of one rank",
                     hint=_HINT,
                 )
 
@@ -180,19 +198,23 @@ class _Elements(NamedTuple):
     def is_equal(self, other: "_Elements") -> bool:
         return torch.equal(self.weights, other.weights) and torch.equal(self.gradients, other.gradients)
 
-    def common_factor(self, changes: Tensor) -> float:
-        """Return the number that makes gradients of at least two parameters equal to `changes`; 0 if there is none."""
-        gradients, changed = self.gradients.tolist(), changes.tolist()
-        limit = _SMALL * max(map(abs, gradients), default=0.0)
+    def common_factor(self, before: Tensor, after: Tensor, *, rounding: float = _ROUNDING) -> float:
+        """Return the number that makes `before` equal to `after`, in at least two parameters; 0 if there is none."""
+        rounding = max(rounding, _rounding_of(before))
+        limit = _SMALL * max(map(abs, before.tolist()), default=0.0)
         ratios: list[list[float]] = [[] for _ in self.num_of_each]
         owners = (n for n, count in enumerate(self.num_of_each) for _ in range(count))
-        for owner, gradient, change in zip(owners, gradients, changed, strict=True):
-            if abs(gradient) > limit:
-                ratios[owner].append(change / gradient)
+        for owner, element, changed in zip(owners, before.tolist(), after.tolist(), strict=True):
+            if abs(element) > limit:
+                ratios[owner].append(changed / element)
         if sum(map(bool, ratios)) < 2:
             return 0.0
         lowest, highest = min(map(min, filter(None, ratios))), max(map(max, filter(None, ratios)))
-        return lowest if highest - lowest <= _ROUNDING * abs(lowest) and math.isfinite(lowest) else 0.0
+        return lowest if highest - lowest <= rounding * abs(lowest) and math.isfinite(lowest) else 0.0
+
+
+def _rounding_of(tensor: Tensor) -> float:
+    return 4 * torch.finfo(tensor.dtype).eps
 
 
 def _elements_of(tensor: Tensor) -> Tensor:

@@ -163,6 +163,10 @@ with pipeline_script(os.environ["BALANCE"], given) as pipeline:
         if what == "noise":
             with torch.no_grad():
                 [parameter.add_(0.01 * torch.randn_like(parameter)) for parameter in parameters]
+        if what == "own projection":
+            with torch.no_grad():
+                norm = torch.cat([parameter.flatten() for parameter in parameters]).norm()
+                [parameter.div_(norm) for parameter in parameters]
         if what == "tied noise":
             generator = torch.Generator().manual_seed(pipeline.rank)
             with torch.no_grad():
@@ -236,6 +240,7 @@ def test_clipping_by_the_norm_of_one_rank_is_refused(folder: Path) -> None:
     [
         ("own norm", "multiplied the gradients of its parameters by another number than on rank 0"),
         ("sharpness", "added another multiple of the gradients to its parameters than on rank 0"),
+        ("own projection", "multiplied its parameters by another number than on rank 0"),
         ("own rate", "rank 1 had other learning rates than rank 0 when it called `optimizer.step()`"),
         ("own skip", "rank 1 has called `optimizer.step()` 1 times, and rank 0 2 times"),
     ],
