@@ -16,6 +16,9 @@ from planner.executor.run.gradients import release_memory
 from planner.executor.run.placement import ProcessPlace
 from planner.model.layout import in_memory_order
 
+_PIECE = 2**20
+"""Number of elements whose bits are summed at a time. On a CPU, torch first converts them to integers of 8 bytes."""
+
 _ROUNDING = 1e-3
 """Largest difference of two copies, relative to the largest element, that may be due to rounding on unequal devices."""
 
@@ -126,7 +129,8 @@ def _sum_of_bits(tensor: Tensor) -> Tensor:
     """Return the sum of all elements, read as integers, which does not depend on the order of the elements."""
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     values = _real(tensor)
-    return values.view(integers[values.element_size()]).sum(dtype=torch.int64)
+    pieces = values.view(integers[values.element_size()]).flatten().split(_PIECE)
+    return torch.stack([piece.sum(dtype=torch.int64) for piece in pieces]).sum()
 
 
 def _real(tensor: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from planner.device.meter import CpuMemoryMeter
 from planner.executor.run.placement import ProcessPlace
 from planner.executor.run.ties import TiedGradients
 
@@ -54,3 +55,12 @@ def test_the_memory_of_a_sum_is_released_with_the_gradient(monkeypatch: pytest.M
     gradients.sum()
     assert torch.equal(table.grad, torch.ones(8, 4))
     assert [tensor.untyped_storage().nbytes() for tensor in held_by_gloo[1:]] == [0]
+
+
+def test_comparing_copies_needs_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch converts what it sums to integers of 8 bytes, so a sum over the whole table would need twice its bytes."""
+    monkeypatch.setattr(dist, "new_group", lambda _ranks: None)
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, **_: tensor)
+    table = nn.Parameter(torch.ones(8, 2**20))
+    gradients = TiedGradients(SHARED, {"words.weight": table}, PLACE, [0, 0, 1], trained=["words.weight"])
+    assert CpuMemoryMeter().measure(gradients.check_equal).peak_bytes < table.nbytes / 2
