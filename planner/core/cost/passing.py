@@ -99,14 +99,16 @@ class RelayedTensors:
         for n in range(0, len(self._layers), _BLOCK):
             ends = self._layers[n : n + _BLOCK]
             levels = np.where(self._layers[:, None] <= ends, peaks[:, None], -np.inf)
-            for waiting in waiting_gradients(self._costs, backward, self._firsts, layers=self._layers, ends=ends):
+            for waiting in waiting_gradients(
+                self._costs, backward, self._firsts, layers=self._layers, ends=ends, converts=False
+            ):
                 rows = np.maximum(self._highest_from(levels + waiting.bytes), 0.0)
                 running[waiting.rows, n : n + _BLOCK] = rows[waiting.rows]
         return running
 
     def _waiting_at_end(self, backward: Backward | None) -> FloatArray:
         waiting_bytes = np.zeros((len(self._firsts), len(self._layers)))
-        if backward != "later" or not self._costs.ties:
+        if backward is None or not self._costs.ties:
             return waiting_bytes
         for n in range(0, len(self._layers), _BLOCK):
             ends = self._layers[n : n + _BLOCK]

@@ -18,6 +18,9 @@ The first backward is taken because all gradients of the layer stay in memory af
 Under autocast, b's gradient is that of a low-precision copy of the parameter. The gradients of all copies are counted
 elsewhere, until the end of the backward, so it is not counted here. If a uses no copy, as an embedding does, b's
 gradient is converted to the parameter's type before the backward of a.
+
+If a and b use the same copy, the first forward has made it in a. So in the first backward, autograd converts the sum of
+its gradients in a, and until then it takes half of the bytes of the parameter's gradient.
 """
 
 from collections.abc import Iterator
@@ -43,7 +46,13 @@ class WaitingGradients(NamedTuple):
 
 
 def waiting_gradients(
-    costs: ChainCosts, backward: Backward, firsts: IntArray, *, layers: IntArray, ends: IntArray
+    costs: ChainCosts,
+    backward: Backward,
+    firsts: IntArray,
+    *,
+    layers: IntArray,
+    ends: IntArray,
+    converts: bool = True,
 ) -> Iterator[WaitingGradients]:
     """Yield the bytes of waiting gradients, for groups of stages that contain the same shared parameters.
 
@@ -53,6 +62,7 @@ def waiting_gradients(
         firsts: First layers of stages.
         layers: Layers whose backward runs.
         ends: Last layers of stages.
+        converts: False for a weight-gradient pass, at whose end autograd converts the gradients of all copies.
 
     Complexity: O(ties * layers * ends).
     """
@@ -70,6 +80,13 @@ def waiting_gradients(
             waiting = waiting + np.outer(added, ends >= tie.second)
             is_last_use = (ends >= tie.second) & (ends < _next_use(costs, tie.second))
             waiting = waiting + np.outer(layers == tie.first, is_last_use) * np.rint(tie.sum_bytes)
+            if backward == "first" and converts:
+                of_copies = min(tie.converted_bytes, 2 * tie.cast_bytes)
+                unconverted = between * np.rint(of_copies / 2)
+                # The first backward of `second` alone converts them. A later one does so at its end, and creates none.
+                created = costs.gradients[tie.second] - of_copies
+                unconverted += (layers == tie.second) * np.rint(max(0.0, staying[tie.second] - created))
+                waiting = waiting - np.outer(unconverted, ends >= tie.second)
             if backward == "later":
                 share = min(1.0, own / max(1.0, costs.gradients[tie.second]))
                 waiting = waiting + np.outer(layers == tie.second, is_last_use) * np.rint(staying[tie.second] * share)
