@@ -61,8 +61,8 @@ def check(plan: File | Plan, options: CheckOptions) -> Verdict:
         headroom=headroom,
         strict=options.strict,
     )
-    if checkable_report(loaded_plan, verdict) is not None:
-        from planner.solve.questions.certificate import check_certificate  # noqa: PLC0415 - given cuts have no certificate
+    if checkable_report(loaded_plan, verdict) is not None and not files.has_valid_seal(loaded_plan):
+        from planner.solve.questions.certificate import check_certificate  # noqa: PLC0415 - few plans need it
 
         verdict = check_certificate(loaded_plan, verdict, profile)
     if options.model is not None:

@@ -180,7 +180,7 @@ def _solved(source: ProfileSource, options: SolveOptions, output: str | None) ->
             "highspy is not installed; with it the gap may be smaller and the plan faster "
             f"(`{install_command('milp')}`)"
         )
-    return _with_details(profile, request, plan, options)
+    return files.with_seal(_with_details(profile, request, plan, options))
 
 
 def _with_details(profile: Profile, request: "Request", plan: Plan, options: SolveOptions) -> Plan:

@@ -18,6 +18,7 @@ from planner.files.reading import (
     stage_lines,
 )
 from planner.files.revisions import read_revision
+from planner.files.seal import has_valid_seal, with_seal
 from planner.files.validation import parse_json
 from planner.files.writing import check_writable, dump, json_text, write, write_text
 
@@ -26,6 +27,7 @@ __all__ = [
     "check_writable",
     "digest_of",
     "dump",
+    "has_valid_seal",
     "json_schema",
     "json_text",
     "model_path",
@@ -47,6 +49,7 @@ __all__ = [
     "relocate_source",
     "stage_lines",
     "to_plain",
+    "with_seal",
     "write",
     "write_text",
 ]

@@ -62,7 +62,7 @@ def dump(value: Any, *, as_json: bool = False, header: str = "") -> str:
         as_json: True to return JSON instead of YAML.
         header: Comment lines for the top of a YAML file.
     """
-    plain = _rounded(to_plain(value))
+    plain = rounded(to_plain(value))
     kind = kind_in_schema_key(plain.get("schema", "")) if isinstance(plain, dict) else ""
     if kind == "run":
         # The losses of a diverged run may be NaN or infinite, which JSON cannot express.
@@ -103,10 +103,11 @@ _UNROUNDED = ("inputs", "device", "settings", "proof")
 """Keys whose values are not rounded: options, device properties, settings and errors of the equivalence check."""
 
 
-def _rounded(value: Any) -> Any:
+def rounded(value: Any) -> Any:
+    """Return a plain value with all fractions rounded as in a file."""
     if isinstance(value, dict):
         return {key: item if key in _UNROUNDED else _round_to(item, _digits(key)) for key, item in value.items()}
-    return [_rounded(item) for item in value] if isinstance(value, list) else value
+    return [rounded(item) for item in value] if isinstance(value, list) else value
 
 
 def _digits(key: str) -> int:
@@ -118,7 +119,7 @@ def _round_to(value: Any, digits: int) -> Any:
         return round(value, digits)
     if isinstance(value, list) and all(isinstance(item, (int, float)) for item in value):
         return [_round_to(item, digits) for item in value]
-    return _rounded(value)
+    return rounded(value)
 
 
 def write(path: str, value: Any, *, header: str = "") -> None:

@@ -1,6 +1,7 @@
 """Tests that commands without measurements do not import slow packages such as torch and fvcore."""
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -17,6 +18,7 @@ from planner.core.values.profile import Model
 from planner.solve import Request, solve
 from tests.support.chains import random_profile
 from tests.support.cli import environment, spawn
+from tests.support.clocks import is_within
 
 HEAVY = ("torch", "fvcore", "networkx", "safetensors", "pulp")
 
@@ -163,3 +165,38 @@ def test_main_exits_with_the_code_of_run(monkeypatch: pytest.MonkeyPatch, capsys
             main()
         assert left.value.code == code
     assert "no such file" in capsys.readouterr().err
+
+
+def cpu_s(folder: Path, *arguments: str) -> float:
+    """Return the CPU time of a command that succeeds, least of three."""
+    times_s = []
+    for _ in range(3):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "planner", *arguments], cwd=folder, env=environment(), stdout=subprocess.DEVNULL
+        )
+        _, status, used = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        assert process.returncode == 0, arguments
+        times_s.append(used.ru_utime + used.ru_stime)
+    return min(times_s)
+
+
+@pytest.mark.slow
+@pytest.mark.timed
+def test_check_of_64_stages_takes_at_most_twice_its_start_up(here: Path) -> None:
+    """The start-up is a check of two stages. Without its seal, the plan is solved again, which takes longer."""
+    profile = replace(random_profile(2, 96), model=Model(source="model.py:build_model"))
+    (here / "large").mkdir()
+    files.write(str(here / "large" / "profile.yaml"), profile)
+    profile = files.read_profile(str(here / "large" / "profile.yaml"))
+    inputs = Inputs(
+        profile=ProfileReference(path="profile.yaml", digest=files.digest_of(profile)),
+        devices=64,
+        memory_bytes=(10**9,) * 64,
+        batch=64,
+        schedule="auto",
+    )
+    plan = solve(profile, Request(inputs=inputs, micro_batches=64, actions=10_000, searches_longer=False))
+    assert len(plan.stages) == 64
+    files.write(str(here / "large" / "plan.yaml"), files.with_seal(plan))
+    assert is_within(cpu_s(here / "large", "check"), 2 * cpu_s(here, "check"))

@@ -239,6 +239,8 @@ def fullest_plan() -> Plan:
             what_if=(WhatIf(change="one more device", step_us=2.5),),
             noise=Noise(draws=20, spread=0.01, mean_regret=0.001, worst_regret=0.01, same_plan=0.5),
         ),
+        solver=replace(plan.solver, named_lower_bound_us=1234.5),
+        seal="sha256:abc",
     )
 
 

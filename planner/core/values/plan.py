@@ -367,6 +367,8 @@ class Plan:
     """Best plan of each schedule, if requested; `fits` is false for a schedule without a plan."""
     insight: Insight | None = None
     """Explanation of the plan, if requested."""
+    seal: str = field(default="", compare=False)
+    """Digest of all other values as `solve` returned them. If it is valid, `check` does not solve again."""
 
     def __repr__(self) -> str:
         """Return the decisions and the predicted step time in one line."""
