@@ -101,6 +101,11 @@ class FunctionResult:
     """Index of the tensor in `Recording.values`."""
     version: int
 
+    @property
+    def is_in_place(self) -> bool:
+        """True if the function writes into its first argument, as `normal_` does; `__rsub__` and the like do not."""
+        return self.called[0].endswith("_") and not self.called[0].endswith("__")
+
 
 @dataclass(frozen=True, kw_only=True)
 class CarriedState:

@@ -10,9 +10,12 @@ returns the received tensor.
 
 Without sent results, x0, r0 and r1 would cross this cut. With x1 and x2 as sent results, only x2 crosses it.
 
-Random numbers are always sent, because later stages would draw other ones. Any other result is sent only if it has
-fewer bytes than the operands that it replaces: those that no other code reads after the cut. With equally many bytes,
-it is sent if later stages would need parameters or buffers to compute it. No two sent results replace the same tensors.
+Random numbers are always sent, because later stages would draw other ones. The function that draws them may write into
+a new tensor, as `normal_` does in `torch.distributions`. Later stages then write the received numbers into theirs.
+
+Any other result is sent only if it has fewer bytes than the operands that it replaces: those that no other code reads
+after the cut. With equally many bytes, it is sent if later stages would need parameters or buffers to compute it. No
+two sent results replace the same tensors.
 """
 
 from bisect import bisect_right
@@ -46,15 +49,27 @@ class SentResultFinder:
 
     def _is_pure(self, candidate: FunctionResult, inside: Sequence[RecordedOperator]) -> bool:
         # A stage that receives the result does not run the function, so other effects would be missing.
-        if len(self._versions[self._flow[candidate.version]["storage"]]) > 1:
+        own = self._flow[candidate.version]["storage"]
+        is_new_draw = any(operator.random for operator in inside) and self._fills_new_tensor(candidate)
+        if len(self._versions[own]) > 1 and not is_new_draw:
             return False
+        allowed = {own} if is_new_draw else set[int]()
         return not any(
-            o.writes_model_tensor or o.decides or o.region >= 0 or self._writes_outside(o.writes, candidate.enter)
+            o.writes_model_tensor
+            or o.decides
+            or o.region >= 0
+            or self._writes_outside(o.writes, candidate.enter, allowed)
             for o in inside
         )
 
-    def _writes_outside(self, versions: tuple[int, ...], time: int) -> bool:
-        storages = (self._flow[version]["storage"] for version in versions)
+    def _fills_new_tensor(self, candidate: FunctionResult) -> bool:
+        """Return True if the function is the last to write a tensor made from no other: `torch.empty(3).normal_()`."""
+        *earlier, last = self._versions[self._flow[candidate.version]["storage"]]
+        makers = [self._flow[version]["operator"] for version in earlier]
+        return last == candidate.version and all(n >= 0 and not self._recording.reads[n] for n in makers)
+
+    def _writes_outside(self, versions: tuple[int, ...], time: int, allowed: set[int]) -> bool:
+        storages = {self._flow[version]["storage"] for version in versions} - allowed
         return any(self._flow[self._versions[storage][0]]["created"] < time for storage in storages)
 
     def _is_cheaper(self, candidate: FunctionResult) -> bool:

@@ -182,6 +182,10 @@ class StageForward:
             return run()
         if recorded.exit < self._part.begin and recorded.value in self._tensors:
             result = self._tensors[recorded.value]  # the function does not run, because its arguments may be stand-ins
+            if recorded.is_in_place:
+                # Later code may read the argument of `noise.normal_()`, which depends on no other tensor.
+                with torch.no_grad():
+                    result = run().copy_(result)
         else:
             result = run()
             if recorded.value in self._part.sent:

@@ -56,6 +56,28 @@ class Wrapped(nn.Module):
         return self.inner(value)
 
 
+class Variational(nn.Module):
+    """Model that draws by `torch.empty(…).normal_()`, as `torch.distributions` does, and by a statement."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.mean, self.spread, self.last = block(), block(), block(), block()
+
+    def forward(self, value: Tensor) -> Tensor:
+        shift = torch.zeros_like(value)
+        shift.uniform_(-0.1, 0.1)
+        value = self.first(value)
+        mean, spread = self.mean(value), F.softplus(self.spread(value))
+        result: Tensor = self.last(torch.distributions.Normal(mean, spread).rsample()) + shift
+        return result
+
+
+def test_draws_into_new_tensors_are_sent() -> None:
+    """The cuts after `first`, `mean` and `spread` were refused, because each stage would have drawn its own numbers."""
+    proof = check_equivalence(loaded_model(Variational, WIDTH), budget_s=60.0).proof
+    assert (proof.cuts, proof.uncovered, proof.differs_recomputed) == (3, 0, "")
+
+
 def test_a_diffusion_model_is_cut_between_its_blocks() -> None:
     loaded = loaded_model(Wrapped, WIDTH)
     proof = check_equivalence(loaded, budget_s=30.0).proof
