@@ -66,7 +66,8 @@ def solve(
     began_s = time.monotonic()
     with console.progress("solving", announces=False) as show, _stopped_by_interrupt() as is_stopped:
         show("", 0, 0)
-        watch = SearchObserver(is_stopped=is_stopped, on_plan=_BestPlanLine(show).update)
+        line = _BestPlanLine(show)
+        watch = SearchObserver(is_stopped=line.repeating(is_stopped), on_plan=line.update)
         plans = _plans(source, replace(options, watch=watch))
     plan = plans[0]
     if is_stopped():
@@ -136,7 +137,21 @@ def _plans(source: "ProfileSource", options: SolveOptions) -> "tuple[Plan, ...]"
 
 class _BestPlanLine:
     def __init__(self, show: Callable[[str, int, int], None]) -> None:
-        self._show, self._step_us, self._text = show, inf, ""
+        self._show, self._step_us, self._text, self._shown_s = show, inf, "no plan found yet", time.monotonic()
+
+    def repeating(self, is_stopped: Callable[[], bool]) -> Callable[[], bool]:
+        """Return `is_stopped` with a side effect: the line is shown again if it was not for a second.
+
+        Searches call it often, also if they find no faster plan for long.
+        """
+
+        def repeated() -> bool:
+            if time.monotonic() - self._shown_s >= 1:
+                self._shown_s = time.monotonic()
+                self._show(self._text, 0, 0)
+            return is_stopped()
+
+        return repeated
 
     def update(self, step_us: float, schedule: "ScheduleName", least_us: float) -> None:
         from planner.show.views.numbers import percent

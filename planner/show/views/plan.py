@@ -68,7 +68,7 @@ def optimality_text(plan: Plan) -> str:
     solver, schedule = plan.solver, plan.inputs.schedule
     whole = "plan" if schedule == "auto" else f"{schedule_of(schedule).title} plan"
     if schedule != "auto" and not plan.inputs.chunks and _is_open_in_chunks(schedule_of(schedule)):
-        whole += f" of 2 to {MOST_CHUNKS} chunks"
+        whole += f" of 1 to {MOST_CHUNKS} chunks"
     if schedule == GIVEN:
         whole = "plan with this schedule"
     if solver.status == "optimal":

@@ -103,7 +103,7 @@ def test_second_gap_follows_the_first(share, gap, bound):
 def test_certificate_names_the_numbers_of_chunks_tried():
     tried = replace(plan().inputs, schedule="interleaved", chunks=0)
     solver = SolverReport(method="simulated", status="optimal")
-    assert "no interleaved 1F1B plan of 2 to 4 chunks is faster" in plan_text(
+    assert "no interleaved 1F1B plan of 1 to 4 chunks is faster" in plan_text(
         replace(plan(solver=solver), inputs=tried), (), WIDE
     )
     fixed = replace(tried, chunks=3)
