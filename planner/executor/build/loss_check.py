@@ -224,7 +224,7 @@ def _compare_halves(loaded: LoadedModel, model: nn.Module, batch: Batch) -> Chec
     halves = first, second
     losses = _losses_of_halves(loaded, model, masked, halves)
     if losses is None:
-        return _assume_counting_rule(loaded, model, batch)
+        return _check_without_masks(loaded, model, batch) if is_counted else CheckedLoss(loaded, (), ())
     if not is_counted:
         counts = (1.0, 1.0)
         if loaded.loss_count is not None:
@@ -237,6 +237,16 @@ def _compare_halves(loaded: LoadedModel, model: nn.Module, batch: Batch) -> Chec
         if losses.is_weighted_mean(_counts(halves, rule)):
             return _with_counting_rule(loaded, rule)
     return assumed._replace(warnings=(_no_mean_warning(losses),))
+
+
+def _check_without_masks(loaded: LoadedModel, model: nn.Module, batch: Batch) -> CheckedLoss:
+    """Check the assumed rule with the labels as they are: the model may fail for -100, if another label is ignored."""
+    assumed = _assume_counting_rule(loaded, model, batch)
+    first, second = (Batch(*half) for half in micro_batches_of(tuple(batch), 2))
+    losses = _losses_of_halves(loaded, model, batch, (first, second))
+    if losses is None or losses.is_weighted_mean(_counts((first, second), assumed.loaded.counted_labels)):
+        return assumed
+    return CheckedLoss(loaded, (), (_no_mean_warning(losses),))
 
 
 def _given_counts(

@@ -79,6 +79,15 @@ def test_labels_that_a_loss_averages_over_are_found_and_noted(tmp_path: Path, lo
     assert len(checked.notes) == bool(labels)
 
 
+def test_a_loss_that_ignores_another_label_is_warned_about(tmp_path: Path) -> None:
+    """A loss that ignores the label 0 raises an error for -100, so the check cannot mask labels."""
+    text = LABELED.replace("masked, -100", "masked, 0")
+    loss = MEAN_OVER_LABELS.replace("labels.flatten()", "labels.flatten(), ignore_index=0")
+    checked = check_loss(load_with_loss(tmp_path, text, loss))
+    assert not checked.notes
+    assert "the loss is not a mean over samples" in checked.warnings[0]
+
+
 def test_labels_of_transformers_follow_their_loss_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of models that are too large to run."""
     pytest.importorskip("transformers")
