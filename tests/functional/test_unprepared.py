@@ -23,6 +23,8 @@ RIGHT = (
     "popular:writer_and_meters",
     "popular:muon_shares_its_work",
     "everyday:vmapped_ensemble_of_mlps",
+    "repositories:clip_with_a_mask_in_all_blocks",
+    "repositories:vae_of_torch_distributions",
     "loops:freezes_and_unfreezes_the_backbone",
 )
 
@@ -32,6 +34,7 @@ REFUSED = (
     "losses:curriculum_in_forward",
     "tricks:unfreezes_gradually",
     "popular:targets_in_a_dataclass",
+    "repositories:reformer_reversible_sequence",
     "loops:clips_each_group",
     "loops:unfreezes_a_planned_frozen_backbone",
 )

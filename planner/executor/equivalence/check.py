@@ -136,8 +136,8 @@ def check_equivalence(
                 f"the model cannot be cut: its stages do not train as it does in a plain loop ({why.text})",
                 hint=why.hint
                 or "let `forward` return what later modules need, instead of passing it in global variables, "
-                "closures, methods or hooks, and keep values that last from step to step in buffers of the module "
-                "(`register_buffer`)",
+                "closures, methods or hooks, keep values that last from step to step in buffers of the module "
+                "(`register_buffer`), and what the backward of an autograd function reads in its `ctx`",
             )
         loaded = replace(loaded, uncut=(*loaded.uncut, *result.wrong))
 

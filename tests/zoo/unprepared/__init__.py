@@ -26,6 +26,7 @@ from tests.zoo.unprepared import (
     pretrained,
     random_draws,
     recipes,
+    repositories,
     second_look,
     state,
     stepping,
@@ -136,6 +137,7 @@ def unprepared_models() -> tuple[UnpreparedModel, ...]:
         "objectives": objectives,
         "pretrained": pretrained,
         "everyday": everyday,
+        "repositories": repositories,
         "loops": loops,
     }
     return tuple(
