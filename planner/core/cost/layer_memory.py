@@ -40,7 +40,7 @@ import numpy as np
 from planner.core.cost.arrays import BoolArray, FloatArray, IntArray
 from planner.core.cost.chain_costs import ChainCosts, prefix_sums, suffix_sums
 from planner.core.cost.passing import RelayedTensors
-from planner.core.cost.waiting import Backward, waiting_gradients_in_stage
+from planner.core.cost.waiting import Backward, shared_cast_bytes, waiting_gradients_in_stage
 
 KEEP, RECOMPUTE = 0, 1
 """First index of many arrays, the decision for a layer: keep its saved tensors, or recompute them."""
@@ -246,6 +246,7 @@ def saved_and_peaks_without_recomputation(
     casts = prefix_sums(np.rint(costs.state.casts))
     casts_through = casts[layer + 1]
     at_end = copied[first] + highest(np.rint(cast_gradient_peaks(costs))[layer]) + casts_through - casts[first]
+    at_end = at_end - shared_cast_bytes(costs, first, layer)
     at_end = np.where(casts_through > casts[first], at_end, 0.0)
 
     def peak_backward(
@@ -286,7 +287,8 @@ def _peaks(costs: ChainCosts, first: int, end: int, copied: FloatArray, own_copy
     sooner[KEEP, -1] -= np.rint(costs.memory.end_twice_first[end - 1])
     if casts.any():
         # At the end of the backward, the stage holds nothing except a copy of its input.
-        at_end = copied[0] + np.rint(cast_gradient_peaks(costs)[stage]).max() + casts.sum() + own_output
+        of_copies = casts.sum() - shared_cast_bytes(costs, np.array(first), np.array(end - 1))[0, 0]
+        at_end = copied[0] + np.rint(cast_gradient_peaks(costs)[stage]).max() + of_copies + own_output
         later[:, 0] = np.maximum(later[:, 0], at_end)
     return LayerPeaks(
         np.stack([own_copy + forward, copied + all_no_grad[stage] + rewritten]),

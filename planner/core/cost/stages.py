@@ -379,13 +379,14 @@ class StageTableBuilder:
         # converts each gradient at once.
         costs, levels, columns = self.costs, self.costs.memory, self.columns
         waiting = self.highest(cast_gradient_peaks(costs)[columns])
-        casts = self.sums(costs.state.casts)
+        casts = self._sums_with_ties(costs.state.casts, "casts")
         own_output = output - self.passing.all
         at_end = np.where(casts > 0, waiting + casts + own_output, 0.0)
         # In a recomputed first backward, they wait as well, and gradients of parameters without a copy exist at once.
         level, through = recomputed_backward_peaks(costs)
         highest = self._highest_backward(level, levels.end_twice) - through[-1] + through[self.last] + output
-        recomputed = np.maximum(highest, self.sums(costs.gradients) + waiting / 2 + own_output)
+        gradients = self._sums_with_ties(costs.gradients, "gradients")
+        recomputed = np.maximum(highest, gradients + waiting / 2 + own_output)
         return np.maximum(backward, at_end), np.minimum(first_backward, recomputed)
 
     def _message_peaks(

@@ -70,13 +70,15 @@ def waiting_gradients(
     begins = sorted({tie.first for tie in costs.ties if tie.gradient_bytes > 0}, reverse=True)
     for begin, before in pairwise((*begins, -1)):
         for tie in (tie for tie in costs.ties if tie.first == begin):
+            # The sum over later layers counts a gradient that both uses share once for each use.
             twice = -1.0 * (layers < tie.first)
             between = 1.0 * ((layers >= tie.first) & (layers < tie.second))
             # Gradients of autocast copies are counted separately (`FixedLayerBytes.casts`). Layer `first` adds its own
             # to that of `second`, unless it uses no copy: then the gradient of the copy is converted there.
             own = tie.gradient_bytes - tie.converted_bytes
             after_first = (layers == tie.first) * np.rint(max(0.0, tie.converted_bytes - 2 * tie.cast_bytes))
-            added = twice * np.rint(tie.gradient_bytes) if backward == "first" else between * np.rint(own) + after_first
+            later = between * np.rint(own) + after_first + twice * np.rint(tie.cast_bytes)
+            added = twice * np.rint(tie.gradient_bytes) if backward == "first" else later
             waiting = waiting + np.outer(added, ends >= tie.second)
             is_last_use = (ends >= tie.second) & (ends < _next_use(costs, tie.second))
             waiting = waiting + np.outer(layers == tie.first, is_last_use) * np.rint(tie.sum_bytes)
@@ -93,6 +95,20 @@ def waiting_gradients(
         rows = (firsts <= begin) & (firsts > before)
         if rows.any():
             yield WaitingGradients(rows, waiting)
+
+
+def shared_cast_bytes(costs: ChainCosts, firsts: IntArray, ends: IntArray) -> FloatArray:
+    """Return the bytes of autocast copies that a sum over the layers of a stage counts too often.
+
+    Args:
+        costs: Costs of the layers.
+        firsts: First layers of stages.
+        ends: Last layers of stages, of a shape that can be broadcast with that of `firsts`.
+    """
+    shared = np.zeros((1, 1))
+    for tie in costs.ties:
+        shared = shared + np.where((firsts <= tie.first) & (ends >= tie.second), np.rint(tie.cast_bytes), 0.0)
+    return shared
 
 
 def unfreed_gradient_bytes(costs: ChainCosts) -> FloatArray:

@@ -18,6 +18,7 @@ import numpy as np
 from planner.core.cost.arrays import FloatArray
 from planner.core.cost.chain_costs import prefix_sums, suffix_sums
 from planner.core.cost.passing import RelayedTensors
+from planner.core.cost.waiting import shared_cast_bytes
 
 if TYPE_CHECKING:
     from planner.core.cost.stages import StageTableBuilder
@@ -47,7 +48,7 @@ def weight_backward_peaks(builder: "StageTableBuilder", passing: RelayedTensors)
     # At the end of W, no tensors are stored for W. The gradients of all copies exist while each is converted to a
     # gradient of the parameter.
     converting = np.maximum(split_backward.weight - held[:-1] - suffix_sums(casts) - casts, 0.0)
-    of_copies = builder.sums(casts)
+    of_copies = builder.sums(casts) - shared_cast_bytes(costs, builder.first, builder.last)
     at_end = np.where(of_copies > 0, of_copies + builder.highest(converting[columns]), 0.0)
     at_end_of_first = builder.sums(split_backward.weight_gradients) + builder.highest(casts[columns])
     return np.maximum(first, at_end_of_first), np.maximum(later, at_end)

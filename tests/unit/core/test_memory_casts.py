@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from planner.core.cost.chain_costs import ChainCosts
+from planner.core.cost.chain_costs import ChainCosts, TiedParameters
 from planner.core.cost.costs import costs_at
 from planner.core.cost.device_memory import chunk_memory
 from planner.core.cost.memory import stage_memory
@@ -69,6 +69,22 @@ def test_tied_cached_weight_counts_once(shared: int) -> None:
     both, one = (costs_at(chain(other, second), 1) for other in (first, embedding))
     assert chunk_memory(both, 0, 2, micro_batches=2, recompute="never").parts[PARTS.index("casts")] == 26 - shared // 2
     assert chunk_memory(one, 0, 2, micro_batches=2, recompute="never").parts[PARTS.index("casts")] == 15
+
+
+@pytest.mark.parametrize("recompute", ["never", "always", "layers"])
+def test_gradient_of_a_shared_copy_counts_once_at_the_end(recompute: Recompute) -> None:
+    apart = costs_at(even_chain((1000, 1000, 22), (1000, 1000, 22), cast_bytes=(500, 500, 11)), 1)
+    tie = TiedParameters(
+        first=0,
+        second=1,
+        parameter_bytes=1000.0,
+        gradient_bytes=1000.0,
+        optimizer_bytes=0.0,
+        cast_bytes=500.0,
+        converted_bytes=1000.0,
+    )
+    assert memory_of(apart, 0, 3, m=4, recompute=recompute).working > 500 + 500 + 11
+    assert memory_of(replace(apart, ties=(tie,)), 0, 3, m=4, recompute=recompute).working < 600
 
 
 @pytest.mark.parametrize("recompute", ["except-last", "always"])

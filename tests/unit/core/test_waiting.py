@@ -47,14 +47,18 @@ def test_sum_of_shared_gradients_may_be_a_new_tensor() -> None:
 
 @pytest.mark.parametrize(
     ("cast_bytes", "later", "first"),
-    [(50.0, [0] * 6, [-100, -100, -50, -50, -90, 0]), (0.0, [0, 0, 100, 0, 0, 0], [-100, -100, 0, 0, 0, 0])],
+    [
+        (50.0, [-50, -50, 0, 0, 0, 0], [-100, -100, -50, -50, -90, 0]),
+        (0.0, [0, 0, 100, 0, 0, 0], [-100, -100, 0, 0, 0, 0]),
+    ],
 )
 def test_gradients_of_autocast_copies_wait_only_for_a_use_without_a_copy(
     cast_bytes: float, later: list[int], first: list[int]
 ) -> None:
     """Such a use, as that in an embedding, gets the converted gradient.
 
-    Other uses have the same copy. In the first backward, its gradient of 50 bytes is converted in the first use.
+    Other uses have the same copy, whose gradient of 50 bytes would count twice in the sum over later layers. In the
+    first backward, it is converted in the first use.
     """
     costs = costs_of()
     costs = replace(costs, ties=(replace(costs.ties[0], cast_bytes=cast_bytes, converted_bytes=100.0),))
