@@ -79,7 +79,7 @@ MODELS = (
     Subject("mlp", SAMPLES / "mlp.py"),
     *(
         Subject(name, Path(__file__).resolve().parent / "real_models.py", (f"name={name}",))
-        for name in ("gpt2", "llama", "bert", "t5", "vit", "convnext")
+        for name in ("gpt2", "llama", "bert", "albert", "t5", "vit", "convnext")
     ),
     Subject(
         "vit, 3 of 6 blocks frozen",
@@ -294,8 +294,8 @@ def _print_head(table: Table) -> None:
         f"samples; M is {', '.join(map(str, table.micro_batches))}, if the schedule allows it.\n"
         "An error is (predicted - measured) / measured, for each device, positive if the prediction is too high.\n"
         "README and cost model state measured / predicted - 1, which has the opposite sign. The measured peak is the\n"
-        f"allocator's in the second step. Errors of {-PROMISED.memory_below:+.0%} to {PROMISED.memory_above:+.0%}, or\n"
-        f"at most {PROMISED.memory_slack_bytes >> 10} KiB, are within tolerance.\n"
+        f"allocator's in the second step. Errors of {-PROMISED.memory_below:+.0%} to {PROMISED.memory_above:+.0%},\n"
+        f"plus at most {PROMISED.memory_slack_bytes >> 10} KiB in both directions, are within tolerance.\n"
     )
     print("| model | precision | schedule | recompute | rows | peaks | lowest | highest | median | outside |")
     print("|---|---|---|---|---|---|---|---|---|---|")

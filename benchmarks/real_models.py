@@ -38,6 +38,7 @@ MODELS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     ),
     "llama": ("LlamaForCausalLM", "LlamaConfig", "language", {**_SIZES, **_WORDS, "num_key_value_heads": 2}),
     "bert": ("BertForMaskedLM", "BertConfig", "language", {**_SIZES, **_WORDS}),
+    "albert": ("AlbertForMaskedLM", "AlbertConfig", "language", {**_SIZES, **_WORDS, "embedding_size": WIDTH // 4}),
     "t5": ("T5ForConditionalGeneration", "T5Config", "language", _SEQUENCE),
     "vit": ("ViTForImageClassification", "ViTConfig", "vision", {**_SIZES, "image_size": PIXELS, "patch_size": 8}),
     "convnext": (
