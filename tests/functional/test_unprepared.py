@@ -26,6 +26,7 @@ RIGHT = (
     "repositories:clip_with_a_mask_in_all_blocks",
     "repositories:vae_of_torch_distributions",
     "loops:freezes_and_unfreezes_the_backbone",
+    "loops:goes_back_to_the_best_weights",
 )
 
 REFUSED = (
@@ -36,6 +37,7 @@ REFUSED = (
     "popular:targets_in_a_dataclass",
     "repositories:reformer_reversible_sequence",
     "loops:clips_each_group",
+    "loops:divides_by_the_norm_of_all_gradients",
     "loops:unfreezes_a_planned_frozen_backbone",
 )
 

@@ -12,6 +12,7 @@ from tests.zoo.unprepared import (
     crossing,
     everyday,
     globals_,
+    goals,
     gradients,
     hidden_state,
     hooks,
@@ -31,6 +32,7 @@ from tests.zoo.unprepared import (
     state,
     stepping,
     structures,
+    techniques,
     tensor_kinds,
     ties,
     training_tricks,
@@ -138,6 +140,8 @@ def unprepared_models() -> tuple[UnpreparedModel, ...]:
         "pretrained": pretrained,
         "everyday": everyday,
         "repositories": repositories,
+        "techniques": techniques,
+        "goals": goals,
         "loops": loops,
     }
     return tuple(

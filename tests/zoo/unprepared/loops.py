@@ -240,6 +240,159 @@ class Loop:
 
     def after(self, step, loss): ...
 """,
+    "clips_by_a_norm_written_by_hand": """
+class Loop:
+    def __init__(self, optimizer, parameters):
+        self.optimizer, self.parameters = optimizer, parameters
+
+    def before(self, step, clip):
+        total = sum(p.grad.norm().item() ** 2 for p in self.parameters.values())
+        for p in self.parameters.values():
+            p.grad.mul_(min(1.0, 0.05 / (total**0.5 + 1e-6)))
+
+    def after(self, step, loss): ...
+""",
+    "divides_by_the_norm_of_all_gradients": """
+class Loop:
+    def __init__(self, optimizer, parameters):
+        self.optimizer, self.parameters = optimizer, parameters
+
+    def before(self, step, clip):
+        norm = torch.cat([p.grad.flatten() for p in self.parameters.values()]).norm()
+        for p in self.parameters.values():
+            p.grad = p.grad / norm
+
+    def after(self, step, loss): ...
+""",
+    "sets_the_rate_by_the_norm_of_weights": """
+class Loop:
+    def __init__(self, optimizer, parameters):
+        self.optimizer, self.parameters = optimizer, parameters
+
+    def before(self, step, clip):
+        norm = sum(float(p.detach().norm()) for p in self.parameters.values())
+        self.optimizer.param_groups[0]["lr"] = 1e-2 / (1 + norm)
+
+    def after(self, step, loss): ...
+""",
+    "learns_the_rate_from_two_gradients": """
+class Loop:
+    def __init__(self, optimizer, parameters):
+        self.optimizer, self.parameters = optimizer, parameters
+        self.last = None
+
+    def before(self, step, clip):
+        now = [p.grad.clone() for p in self.parameters.values()]
+        if self.last is not None:
+            self.optimizer.param_groups[0]["lr"] += 1e-3 * float(sum((a * b).sum() for a, b in zip(now, self.last)))
+        self.last = now
+
+    def after(self, step, loss): ...
+""",
+    "adds_noise_to_gradients": """
+class Loop:
+    def __init__(self, optimizer, parameters):
+        self.optimizer, self.parameters = optimizer, parameters
+
+    def before(self, step, clip):
+        for p in self.parameters.values():
+            p.grad.add_(torch.randn_like(p.grad), alpha=0.01)
+
+    def after(self, step, loss): ...
+""",
+    "projects_all_weights_on_a_sphere": """
+class Loop:
+    def __init__(self, optimizer, parameters):
+        self.optimizer, self.parameters = optimizer, parameters
+
+    def before(self, step, clip): ...
+
+    def after(self, step, loss):
+        with torch.no_grad():
+            norm = torch.stack([p.norm() for p in self.parameters.values()]).norm()
+            for p in self.parameters.values():
+                p.mul_(torch.clamp(3.0 / norm, max=1.0))
+""",
+    "projects_each_row_on_a_sphere": """
+class Loop:
+    def __init__(self, optimizer, parameters):
+        self.optimizer, self.parameters = optimizer, parameters
+
+    def before(self, step, clip): ...
+
+    def after(self, step, loss):
+        with torch.no_grad():
+            for p in self.parameters.values():
+                if p.dim() == 2:
+                    p.div_(p.norm(dim=1, keepdim=True))
+""",
+    "clips_each_gradient_by_its_weight": """
+class Loop:
+    def __init__(self, optimizer, parameters):
+        self.optimizer, self.parameters = optimizer, parameters
+
+    def before(self, step, clip):
+        for p in self.parameters.values():
+            limit = 0.02 * p.detach().norm().clamp(min=1e-3)
+            p.grad.mul_((limit / (p.grad.norm() + 1e-6)).clamp(max=1.0))
+
+    def after(self, step, loss): ...
+""",
+    "centralizes_gradients": """
+class Loop:
+    def __init__(self, optimizer, parameters):
+        self.optimizer, self.parameters = optimizer, parameters
+
+    def before(self, step, clip):
+        for p in self.parameters.values():
+            if p.dim() > 1:
+                p.grad.sub_(p.grad.mean(dim=1, keepdim=True))
+
+    def after(self, step, loss): ...
+""",
+    "decays_weights_by_a_pattern": """
+import re
+
+class Loop:
+    def __init__(self, optimizer, parameters):
+        self.optimizer, self.parameters = optimizer, parameters
+
+    def before(self, step, clip): ...
+
+    def after(self, step, loss):
+        with torch.no_grad():
+            for name, p in self.parameters.items():
+                if re.search("(up|down).weight$", name):
+                    p.mul_(1 - 1e-2)
+""",
+    "goes_back_to_the_best_weights": """
+class Loop:
+    def __init__(self, optimizer, parameters):
+        self.optimizer, self.parameters = optimizer, parameters
+        self.best = math.inf
+
+    def before(self, step, clip): ...
+
+    def after(self, step, loss):
+        if loss > 1.02 * self.best:
+            with torch.no_grad():
+                for name, p in self.parameters.items():
+                    p.copy_(self.kept[name])
+        elif loss < self.best:
+            self.best, self.kept = loss, {name: p.detach().clone() for name, p in self.parameters.items()}
+""",
+    "warms_up_gradients_of_the_first_layer": """
+class Loop:
+    def __init__(self, optimizer, parameters):
+        self.optimizer, self.parameters = optimizer, parameters
+
+    def before(self, step, clip):
+        for name, p in self.parameters.items():
+            if name.startswith("0."):
+                p.grad.mul_(min(1.0, (step + 1) / 6))
+
+    def after(self, step, loss): ...
+""",
 }
 
 MODELS = {name: text if "def build_model" in text else _STACK + text.lstrip() for name, text in _FILES.items()}
