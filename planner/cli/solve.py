@@ -76,19 +76,19 @@ def solve(
         console.result(files.dump(plan, as_json=as_json, header=PLAN_HEADER))
         return
     source_profile = source.profile
+    certainty = certainty_of(plan, source_profile)
     if as_json:
         console.result(files.json_text(plan if len(plans) == 1 else plans))
     else:
         shown = plan if quiet or is_stopped() else with_schedule_alternatives(source_profile, plan, options)
-        certainty = certainty_of(plan, source_profile)
         console.result(
             plan_text(shown, Evaluation.of(plan, source_profile).events, style_for_stdout(), certainty=certainty)
         )
-        for finding in tight_findings(plan, certainty):
-            console.warning(f"{finding.message}: {finding.hint}")
         for smaller in plans[1:]:
             console.result(_in_a_line(smaller, certainty_of(smaller, source_profile)))
         _note_simpler_schedule(console, shown)
+    for finding in tight_findings(plan, certainty):
+        console.warning(f"{finding.message}: {finding.hint}")
     _notes(console, plan, source_profile, extrapolated=options.extrapolate)
     if not quiet and not is_stopped():
         _note_faster_plans(console, plan, source_profile, options, spent_s=time.monotonic() - began_s)

@@ -4,10 +4,12 @@ from dataclasses import replace
 
 import pytest
 
+from planner.core.schedule import SPLITTING
 from planner.core.values.plan import FrontierPoint, SolverReport
 from planner.core.values.units import format_bytes, format_us
 from planner.show.html.page import plan_html
 from planner.show.terminal.plan import plan_text
+from planner.show.views.plan import ideal_bubble_words
 from tests.unit.show.samples import MIB, events_of, interleaved, plan, profile, style, unlike
 
 WIDE = style(120, wrap=False)
@@ -98,6 +100,13 @@ def test_second_gap_follows_the_first(share, gap, bound):
     first = f"no plan is faster than {format_us(0.95 * step_us)}, no plan with a named schedule is {bound}"
     assert f"feasible, gap 5.0 %, over the named schedules {gap}: {first} (" in plan_text(both, (), WIDE)
     assert f"{first} (gap 5.0 %, over the named schedules {gap})" in plan_html(both, None, None, None, digest="")
+
+
+def test_ideal_bubble_is_shown_only_for_schedules_that_it_describes():
+    assert "(ideal 33.3 %)" in plan_text(plan(), (), WIDE)
+    for schedule in SPLITTING:
+        assert ideal_bubble_words(replace(plan(), schedule=schedule.name)) == ""
+    assert ideal_bubble_words(plan(schedule="1f1b")) == "ideal 33.3 %"
 
 
 def test_certificate_names_the_numbers_of_chunks_tried():
