@@ -38,6 +38,9 @@ class Deadline:
     number, which takes some seconds to simulate; tables are then free."""
     least_us: float = 0.0
     """Lower bound of the step time of all plans of the request; reported to the observer."""
+    best_us: float = inf
+    """Step time of the best plan of the request so far. A search may stop at a lower bound of this time, even if it
+    must only beat a longer one."""
     watch: SearchObserver = UNWATCHED
 
     @classmethod

@@ -87,6 +87,11 @@ class Progress:
     rest_us: float = 0.0
     """Lower bound of the step time of the partitions that are still to be searched."""
 
+    @property
+    def useful_us(self) -> float:
+        """Lower bound of the step time at which further search is useless."""
+        return min(self.upper_us, self.deadline.best_us)
+
     def record_skipped(self, bound_us: float) -> None:
         """Record that partitions were skipped. `bound_us` is a lower bound of their step times."""
         self.bound_us = min(self.bound_us, bound_us)

@@ -35,8 +35,9 @@ class CutBound(NamedTuple):
 
     bound_us: float
     """Lower bound of the step time of all partitions, in microseconds."""
-    cuts: IntArray
-    """Cuts of the solution, rounded to whole layers; shape (stages + 1,)."""
+    cuts: IntArray | None
+    """Cuts of the solution, rounded to whole layers; shape (stages + 1,). None if the bound reaches the step time of a
+    known plan, because the program is then not solved completely."""
 
 
 class _CutSide(NamedTuple):
@@ -84,6 +85,8 @@ class BranchAndBound:
             self._solver = self._highs.Highs()
         self._solver.setOptionValue("output_flag", False)
         self._solver.setOptionValue("threads", 1)
+        # Presolving would keep the solver from stopping at a bound of the objective, and saves no time.
+        self._solver.setOptionValue("presolve", "off")
         self._solver.passModel(self._model())
         self._decided: frozenset[_Decision] = frozenset()
         """Decisions in the solver's current model."""
@@ -93,18 +96,25 @@ class BranchAndBound:
         self.iterations = 0
         """Number of simplex iterations so far."""
 
-    def solve(self, *, most_iterations: int = _UNLIMITED, limit_s: float = inf) -> CutBound | None:
+    def solve(
+        self, *, upper_us: float = inf, most_iterations: int = _UNLIMITED, limit_s: float = inf
+    ) -> CutBound | None:
         """Solve the linear program before any branching, and return its lower bound and cuts.
 
         Args:
+            upper_us: Step time of a known plan, in microseconds. The solver stops when the bound reaches it.
             most_iterations: Limit on simplex iterations.
             limit_s: Time limit in seconds.
 
         Returns:
             The lower bound and cuts; None if a limit is reached first.
         """
+        upper = upper_us / self._program.unit_us * (1 + 2 * _SAFE)
+        self._solver.setOptionValue("objective_bound", upper)
         if not self._run_solver(most_iterations, self._solver.getRunTime() + limit_s):
-            return None
+            return CutBound(upper_us, None) if upper_us < inf and self._is_beaten() else None
+        if upper_us < inf and self._solver.getInfo().objective_function_value >= upper:
+            return CutBound(upper_us, None)
         root = self._node(frozenset())
         self._nodes = [root]
         inner = np.maximum.accumulate(np.array(root.shift, dtype=np.int64)) + np.arange(1, len(root.shift) + 1)
@@ -125,6 +135,7 @@ class BranchAndBound:
         if not self._made:
             return 0.0
         upper, nodes = upper_us / self._program.unit_us, self._nodes
+        self._solver.setOptionValue("objective_bound", upper * (1 + 2 * _SAFE))
         last, ends_s = self.iterations + most_iterations, self._solver.getRunTime() + limit_s
         while nodes and nodes[0].step < upper and nodes[0].open and not self._is_over(last, ends_s):
             for child in self._children(heappop(nodes), last, ends_s):
@@ -141,10 +152,15 @@ class BranchAndBound:
             self._apply_decisions(decided)
             if self._run_solver(max(0, last_iteration - self.iterations), ends_s):
                 children.append(self._node(decided))
-            elif self._solver.getModelStatus() != self._highs.HighsModelStatus.kInfeasible:
+            elif not self._is_beaten():
                 # At a limit, a later call of `branch` may continue. If the solver fails, the node is not branched on.
                 return [node if self._is_over(last_iteration, ends_s) else node._replace(open=())]
         return children
+
+    def _is_beaten(self) -> bool:
+        # No partition is faster than the known plan, because none is possible or all take longer.
+        status = self._highs.HighsModelStatus
+        return self._solver.getModelStatus() in (status.kInfeasible, status.kObjectiveBound)
 
     def _run_solver(self, most_iterations: int, ends_s: float) -> bool:
         self._solver.setOptionValue("simplex_iteration_limit", most_iterations)

@@ -95,10 +95,30 @@ def search_chunked_partitions(case: Case, *, upper_us: float = inf, deadline: De
 
 def _search_all(progress: Progress) -> None:
     budget = progress.budget
-    for evaluator, least_us in evaluators_by_devices(progress):
-        budget.spent += (_ORDER + _PEAK_POINTS) * evaluator.num_actions if budget.is_bounded else 0
-        if not _simulate_all(progress, evaluator):
-            progress.record_skipped(_improve(progress, evaluator, least_us))
+    bounds: list[_DeviceBound] = []
+    try:
+        for evaluator, least_us in evaluators_by_devices(progress):
+            budget.spent += (_ORDER + _PEAK_POINTS) * evaluator.num_actions if budget.is_bounded else 0
+            if not _simulate_all(progress, evaluator):
+                # The smallest bound counts. If no linear program raises one of them, no other needs to be raised.
+                is_raised = all(bound.linear is not None for bound in bounds)
+                bounds.append(_improve(progress, evaluator, least_us, needs_linear_program=is_raised))
+        _branch_from_weakest(progress, bounds)
+    finally:
+        progress.record_skipped(min((bound.least_us for bound in bounds), default=inf))
+
+
+def _branch_from_weakest(progress: Progress, bounds: list["_DeviceBound"]) -> None:
+    # Only the smallest bound counts, so branch and bound raises others only if they become the smallest one.
+    branched: set[int] = set()
+    while bounds:
+        weakest = min(range(len(bounds)), key=lambda n: bounds[n].least_us)
+        evaluator, least_us, linear = bounds[weakest]
+        if linear is None or weakest in branched or least_us >= progress.useful_us:
+            return
+        branched.add(weakest)
+        least_us = max(least_us, branch_and_bound_us(progress, evaluator, linear))
+        bounds[weakest] = _DeviceBound(evaluator, least_us, linear)
 
 
 def improve_answer(answer: Answer, *, deadline: Deadline, descents: int = 0) -> Answer:
@@ -134,7 +154,7 @@ def evaluators_by_devices(progress: Progress) -> Iterator[tuple[Evaluator, float
         return
     for num_devices in range(case.num_devices, 0, -1):
         least_us = progress.rest_us = max(progress.case.least_step_us(num_devices), case.bound_us)
-        if least_us >= progress.upper_us:
+        if least_us >= progress.useful_us:
             return
         evaluator = Evaluator(case, num_devices)
         cells = (case.costs.num_layers + 1) * evaluator.width * len(evaluator.allowed)
@@ -199,28 +219,37 @@ def all_cuts(evaluator: Evaluator) -> Iterator[IntArray]:
 
 def actions_per_descent(progress: Progress, evaluator: Evaluator) -> int:
     """Return the number of actions that one local search may simulate."""
+    uses_all = evaluator.num_devices == evaluator.case.num_devices
     if not progress.budget.is_bounded:
-        return _MOST_OF_SEARCH_ALONE
-    if evaluator.num_devices == evaluator.case.num_devices:
+        return _MOST_OF_SEARCH_ALONE if uses_all else _MOST_OF_SEARCH_ALONE // _SHARE
+    if uses_all:
         share = _LARGE_SHARE if _is_bound_by_work(evaluator) else 1 / 2
         return min(_MOST_OF_SEARCH_ALONE, int(progress.budget.left * share))
     # Plans that leave devices unused are rarely fast.
     return min(_MOST_OF_SEARCH, progress.budget.left // _SHARE)
 
 
-def _improve(progress: Progress, evaluator: Evaluator, least_us: float) -> float:
+class _DeviceBound(NamedTuple):
+    """Lower bound of the step time of all partitions on a number of devices."""
+
+    evaluator: Evaluator
+    least_us: float
+    linear: "LinearBound | None"
+
+
+def _improve(progress: Progress, evaluator: Evaluator, least_us: float, *, needs_linear_program: bool) -> _DeviceBound:
     starts = start_cuts(progress, evaluator)
-    linear = solve_linear_program(progress, evaluator, starts)
+    linear = solve_linear_program(progress, evaluator, starts) if needs_linear_program else None
     if linear is not None:
         least_us = max(least_us, linear.solution.bound_us)
-        if least_us >= progress.upper_us:
-            return least_us
+        if least_us >= progress.useful_us:
+            return _DeviceBound(evaluator, least_us, linear)
     # If time runs out during this search, plans on fewer devices are not searched either.
     fewer = evaluator.num_devices - 1
     fewer_us = max(progress.case.least_step_us(fewer), progress.case.bound_us) if fewer else inf
     progress.rest_us = min(least_us, fewer_us)
     CutSearch(progress, evaluator, rows=_rows(evaluator)).search(starts, actions_per_descent(progress, evaluator))
-    return max(least_us, branch_and_bound_us(progress, evaluator, linear))
+    return _DeviceBound(evaluator, least_us, linear)
 
 
 def _rows(evaluator: Evaluator) -> int:
@@ -259,7 +288,7 @@ def solve_linear_program(progress: Progress, evaluator: Evaluator, starts: Seque
     scale_us = progress.upper_us if progress.upper_us < inf else evaluator.case.bound_us
     search = BranchAndBound(LinearProgram(evaluator, starts[0], scale_us=scale_us))
     limit_s = _bound_limit_s(progress)
-    first = search.solve(most_iterations=_ITERATIONS * size, limit_s=limit_s)
+    first = search.solve(upper_us=progress.useful_us, most_iterations=_ITERATIONS * size, limit_s=limit_s)
     return None if first is None else LinearBound(first, search)
 
 
@@ -277,7 +306,7 @@ def branch_and_bound_us(progress: Progress, evaluator: Evaluator, linear: Linear
         return 0.0
     size = approximate_num_constraints(evaluator)
     most = min(_BRANCHED * size, _MOST_BRANCHED // size)
-    return linear.branch_and_bound.branch(progress.upper_us, most_iterations=most, limit_s=_bound_limit_s(progress))
+    return linear.branch_and_bound.branch(progress.useful_us, most_iterations=most, limit_s=_bound_limit_s(progress))
 
 
 def _bound_limit_s(progress: Progress) -> float:

@@ -108,8 +108,8 @@ def _search(progress: Progress, evaluator: Evaluator, least_us: float, initial: 
     linear = solve_linear_program(progress, evaluator, starts) if least_us < progress.upper_us else None
     if linear is not None:
         least_us = max(least_us, linear.solution.bound_us)
-        starts = [linear.solution.cuts, *starts]
-    if least_us >= progress.upper_us:
+        starts = starts if linear.solution.cuts is None else [linear.solution.cuts, *starts]
+    if least_us >= progress.useful_us:
         return least_us
     search.search(starts, actions_per_descent(progress, evaluator), initial)
     return max(least_us, branch_and_bound_us(progress, evaluator, linear))
