@@ -1,4 +1,4 @@
-"""Build the layers of a stage, with the same initial parameters as `torch.manual_seed(S); build_model()`."""
+"""Build the layers of a stage, with the same initial parameters as `seed_process(S); build_model()`."""
 
 import contextlib
 import shlex
@@ -30,6 +30,7 @@ from planner.model.module_tensors import (
 )
 from planner.model.outline import ModelOutline
 from planner.model.precision import convert_in_place
+from planner.model.seeding import seed_process
 
 
 class StageRange(NamedTuple):
@@ -168,7 +169,7 @@ def _build_only_wanted(loaded: LoadedModel, wanted: Callable[[nn.Module], list[T
     if not loaded.is_without_values:
         with contextlib.suppress(BuildError):
             return build_with_values(loaded.build, wanted, seed=seed)
-    torch.manual_seed(seed)
+    seed_process(seed)
     model = loaded.build()
     if loaded.is_without_values:
         allocate_parameters([model], model, torch.device("cpu"), initial=False)

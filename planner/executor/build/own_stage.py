@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map_only
 
 from planner.executor.run.parts import tensors_in_value
 from planner.model.module_tensors import replace_tensors
+from planner.model.seeding import seed_process
 
 _UNNUMBERED = (torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.prim.device.default)
 """Operators that copy no values. They are not numbered, because fake and real tensors do not call the same ones."""
@@ -44,7 +45,7 @@ class BuildError(Exception):
 def build_with_values(
     build: Callable[[], nn.Module], wanted: Callable[[nn.Module], Iterable[Tensor]], *, seed: int
 ) -> nn.Module:
-    """Return the model of `torch.manual_seed(seed); build()`, with only some tensors in memory.
+    """Return the model of `seed_process(seed); build()`, with only some tensors in memory.
 
     All other tensors are on the meta device.
 
@@ -58,12 +59,13 @@ def build_with_values(
             that it draws depends on values.
     """
     notes = _StorageRecorder()
+    seed_process(seed)  # a construction may draw layers, such as random connections
     try:
         with notes:
             model = build()
         # Only a built model shows which tensors are wanted, so take them from the fake model.
         replay = _PartialReplay(notes, notes.backward_slice(wanted(model)))
-        torch.manual_seed(seed)
+        seed_process(seed)  # again, because values may come from NumPy, as in DLRM
         with replay:
             model = build()
     except BuildError:

@@ -1,5 +1,6 @@
 """Tests of models on the meta device, and of layers of one stage with the values of the whole model."""
 
+import random
 from collections.abc import Callable
 
 import numpy as np
@@ -15,6 +16,7 @@ from planner.executor.run.shapes import chain_shapes
 from planner.model.chain import Chain, Layer, chain_digest, chain_of, tied_parameters
 from planner.model.ghosts import AbsentGhost
 from planner.model.load import LoadedModel
+from planner.model.seeding import seed_process
 from planner.model.stage import ModelStage
 from tests.support.measure import loaded_model
 from tests.zoo.models.memory_kinds import WORDS, Recurrent
@@ -205,6 +207,26 @@ def test_stage_layers_equal_those_of_the_seeded_model(build: Callable[[], nn.Seq
     assert layer.name == expected.name
     assert values.keys() == made.keys()
     assert all(torch.equal(made[name], value) for name, value in values.items())
+
+
+def by_numpy() -> nn.Sequential:
+    """Return layers with initial values from NumPy, as in DLRM, and from Python."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4))
+    for layer in model:
+        layer.weight.data = torch.tensor(np.random.normal(size=tuple(layer.weight.shape)).astype(np.float32))  # noqa: NPY002 - as users do
+    model[1].bias.data.fill_(random.random())
+    return model
+
+
+def test_initial_values_of_numpy_are_those_of_the_seeded_model() -> None:
+    """The model is built several times, and only torch's generator was seeded again."""
+    seed_process(4)
+    expected = by_numpy().state_dict()
+    loaded = loaded_model(by_numpy)
+    chain = build_structure(loaded)
+    made = [stage_layers(loaded, chain, n, n + 1)[0].module.state_dict() for n in range(2)]
+    assert torch.equal(made[0]["weight"], expected["0.weight"])
+    assert all(torch.equal(made[1][name], expected[f"1.{name}"]) for name in ("weight", "bias"))
 
 
 @pytest.mark.parametrize("build", MODELS)

@@ -1201,4 +1201,71 @@ def example_batch(n):
 def loss_fn(out, y):
     return 100.0 * F.l1_loss(out, y)
 """,
+    "dlrm_with_initial_values_of_numpy": """
+class DLRM_Net(nn.Module):
+    def create_mlp(self, ln, sigmoid_layer):
+        layers = nn.ModuleList()
+        for i in range(0, len(ln) - 1):
+            n, m = ln[i], ln[i + 1]
+            LL = nn.Linear(int(n), int(m), bias=True)
+            W = np.random.normal(0.0, np.sqrt(2 / (m + n)), size=(m, n)).astype(np.float32)
+            LL.weight.data = torch.tensor(W, requires_grad=True)
+            LL.bias.data = torch.tensor(
+                np.random.normal(0.0, np.sqrt(1 / m), size=m).astype(np.float32), requires_grad=True
+            )
+            layers.append(LL)
+            layers.append(nn.Sigmoid() if i == sigmoid_layer else nn.ReLU())
+        return nn.Sequential(*layers)
+
+    def create_emb(self, m, ln):
+        emb_l = nn.ModuleList()
+        for n in ln:
+            EE = nn.EmbeddingBag(n, m, mode="sum", sparse=False)
+            EE.weight.data = torch.tensor(
+                np.random.uniform(-np.sqrt(1 / n), np.sqrt(1 / n), size=(n, m)).astype(np.float32), requires_grad=True
+            )
+            emb_l.append(EE)
+        return emb_l
+
+    def __init__(self):
+        super().__init__()
+        self.emb_l, self.bot_l, self.top_l = (
+            self.create_emb(4, [10, 20, 5]),
+            self.create_mlp(np.array([6, 8, 4]), -1),
+            self.create_mlp(np.array([10, 8, 8, 1]), 2),
+        )
+
+    def apply_emb(self, lS_o, lS_i, emb_l):
+        ly = []
+        for k, sparse_index_group_batch in enumerate(lS_i):
+            V = emb_l[k](sparse_index_group_batch, lS_o[k])
+            ly.append(V)
+        return ly
+
+    def interact_features(self, x, ly):
+        (batch_size, d) = x.shape
+        T = torch.cat([x] + ly, dim=1).view((batch_size, -1, d))
+        Z = torch.bmm(T, torch.transpose(T, 1, 2))
+        _, ni, nj = Z.shape
+        li = torch.tensor([i for i in range(ni) for j in range(i)])
+        lj = torch.tensor([j for i in range(nj) for j in range(i)])
+        return torch.cat([x] + [Z[:, li, lj]], dim=1)
+
+    def forward(self, dense_x, idx):
+        lS_i = [idx[:, k].reshape(-1) for k in range(3)]
+        lS_o = [torch.arange(0, len(i), 2) for i in lS_i]
+        x = self.bot_l(dense_x)
+        ly = self.apply_emb(lS_o, lS_i, self.emb_l)
+        p = self.top_l(self.interact_features(x, ly))
+        return torch.clamp(p, min=1e-5, max=1 - 1e-5)
+
+def build_model():
+    return DLRM_Net()
+
+def example_batch(n):
+    return (torch.randn(n, 6), torch.randint(5, (n, 3, 2))), torch.randint(2, (n, 1)).float()
+
+def loss_fn(o, y):
+    return F.binary_cross_entropy(o, y)
+""",
 }
