@@ -73,7 +73,7 @@ def solve_command_parts(plan: Plan, profile: Profile) -> Iterator[str]:
 
 
 def notes_on_missing_options(plan: Plan) -> Iterator[str]:
-    """Yield a sentence about each option of a plan that `solve_command_parts` and the interactive report lack."""
+    """Yield a sentence about each option of a plan that the interactive report cannot put in its `solve` command."""
     inputs = plan.inputs
     if inputs.links:
         yield "The plan uses links that were measured one by one: add their file with `--links`."

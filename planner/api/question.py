@@ -19,8 +19,8 @@ _CALIBRATED: Final = frozenset({"--overhead", "--reserve"})
 def solve_command_options(inputs: Inputs, device: Device, *, without: Collection[str] = ()) -> tuple[str, ...]:
     """Return the options of `solve` that make a plan again, without options that have their default.
 
-    Options for fixed cuts, fixed micro-batches and the time limit are missing, because a plan does not record that
-    they were given. It does not record names of files either: `--links` gets `links.yaml`, `--schedule` `FILE.csv`.
+    A plan does not record whether cuts, micro-batches or a time limit were given, so the result has no options for
+    them. A plan does not record file names either: the result has placeholders, such as `--links links.yaml`.
 
     Args:
         inputs: Inputs of the plan.
@@ -55,7 +55,10 @@ def solve_command_options(inputs: Inputs, device: Device, *, without: Collection
 
 
 def calibrated_options(inputs: Inputs, device: Device) -> tuple[str, ...]:
-    """Return the options of `solve` that make a plan again, without those that `--calibration` sets."""
+    """Return the options of `solve` that make a plan again together with `--calibration`.
+
+    Options whose values the calibration replaces are left out.
+    """
     # If links between nodes differ, a calibration does not change them: see `calibration_of`.
     without = _CALIBRATED if inputs.inter_link is not None else _CALIBRATED | {"--link"}
     return solve_command_options(inputs, device, without=without)

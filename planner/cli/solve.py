@@ -140,9 +140,9 @@ class _BestPlanLine:
         self._show, self._step_us, self._text, self._shown_s = show, inf, "no plan found yet", time.monotonic()
 
     def repeating(self, is_stopped: Callable[[], bool]) -> Callable[[], bool]:
-        """Return `is_stopped` with a side effect: the line is shown again if it was not for a second.
+        """Return a function that returns `is_stopped()`, and shows the line of the best plan again once a second.
 
-        Searches call it often, also if they find no faster plan for long.
+        A search calls the returned function often, even while it finds no faster plan.
         """
 
         def repeated() -> bool:

@@ -173,10 +173,9 @@ def _check_one_mtp_stage(layout: PlanLayout, letters: Sequence[Sequence[str]]) -
 
 
 def _block_numbers(layers: Sequence[LayerProfile]) -> list[int | None]:
-    """Return the number in each layer's name, such as 3 for `h.3`.
+    """Return the number in the name of each layer of the largest group, such as 3 for `h.3`; None for other layers.
 
-    Only names of the largest group that differs only in the number are used; other layers get None. The list is empty
-    if there is no group of two or more layers.
+    The names of a group have the same text before the number. The result is empty if no group has two or more layers.
     """
     matches = [None if _MTP.search(layer.name) else _NUMBERED.fullmatch(layer.name) for layer in layers]
     stem = _most_common(match["stem"] for match in matches if match)

@@ -32,10 +32,9 @@ def written_states(recording: Recording, names: Mapping[int, str], assigned: Map
 
     Args:
         recording: One forward.
-        names: Name of each tensor that exists before and after the forward, by the number of its storage in
-            `recording`.
-        assigned: Path of the module of each buffer that the forward replaced, by the number of the buffer's former
-            storage in `recording`.
+        names: Names of the tensors that exist before and after the forward. Keys are storage numbers in `recording`.
+        assigned: Paths of the modules whose buffers the forward replaced. Keys are the storage numbers of these buffers
+            before the replacement.
     """
     flow = recording.flow.nodes
     times: dict[int, list[int]] = {}
@@ -106,7 +105,7 @@ def reused_tables(first: Recording, second: SecondForward) -> dict[AttributeKey,
     a cached number are left out.
 
     Returns:
-        For each attribute, the time in `first` at which the call that sets the attribute ends.
+        For each attribute, the end of the call that sets the attribute: a number of an event in `first`.
     """
     set_again = set(map(attribute_key, second.recording.calls[0].changes))
     once = {attribute_key(change): change for change in first.calls[0].changes}

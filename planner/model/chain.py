@@ -209,7 +209,7 @@ def shared_parameters(layers: Sequence[Layer]) -> list[list[tuple[int, str]]]:
 def tied_parameters(layers: Sequence[Layer]) -> dict[str, tuple[str, ...]]:
     """Return, for each name of a tied parameter, its names in the other layers that have it.
 
-    If the parameter belongs to a module outside of such a layer, the layer's name is returned instead.
+    A layer may use a parameter of a module outside of the layer. Then the result has the layer's name instead.
     """
     tied: dict[str, tuple[str, ...]] = {}
     for owners in shared_parameters(layers):

@@ -59,7 +59,7 @@ class CutCrossing:
 
 
 class PossibleCuts:
-    """Possible cuts of a recorded model."""
+    """Possible cuts of a recorded model. Cuts and times are event numbers (`planner.model.recording`)."""
 
     def __init__(self, recording: Recording, model: nn.Module) -> None:
         self.recording = recording
@@ -93,8 +93,8 @@ class PossibleCuts:
         """Return the tensors that cross `cut`, because later code uses them.
 
         Args:
-            cut: Time of the cut.
-            used_before: Time from which uses do not count.
+            cut: Event number of the cut.
+            used_before: Event number from which uses do not count.
             with_unread: True if outputs that the loss does not read count as used.
         """
         # Uses are in order, so the first one after the cut decides whether the version is used before `used_before`.
@@ -142,7 +142,7 @@ class PossibleCuts:
         )
 
     def count_operands_and_results(self, cut: int) -> tuple[int, int]:
-        """Count the tensors that cross a cut only for repeated code, and the results that this code computes again.
+        """Return two counts: tensors that cross a cut only for repeated code, and results that this code recomputes.
 
         Repeated code runs before the cut, and again after the cut.
         """
@@ -154,7 +154,7 @@ class PossibleCuts:
         return len(crossing - read_after), sum(self.sent_result(number, cut) is None for number in repeated)
 
     def model_tensors(self, first: int, end: int) -> frozenset[str]:
-        """Return the names of the parameters and buffers that a stage from time `first` to time `end` needs."""
+        """Return the names of the parameters and buffers that a stage from event `first` to event `end` needs."""
         inside = (o.model_tensors for o in self.recording.operators if first <= o.time < end)
         # The model's output is used at the end of the last layer.
         used_before = END + 1 if end == END else end
@@ -201,7 +201,7 @@ class PossibleCuts:
 
         - after each block (a member of a ModuleList, ModuleDict or Sequential)
         - outside of blocks, after modules that contain modules with parameters
-        - between two of these cuts, after other modules: where the fewest bytes cross, or at most `_NEAR` times as many
+        - between two of these cuts, after other modules: where at most 1.1 times the fewest bytes cross (`_NEAR`)
         - within blocks, if `granularity` is `fine` and few bytes cross
         """
         calls = self.recording.calls

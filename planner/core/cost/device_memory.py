@@ -78,8 +78,11 @@ class ChunkMemoryFunction(NamedTuple):
 
         bytes of a part = max(least, rest + saved * S) + P
 
-        S    bytes that one micro-batch saves for its backward
-        P    peak memory while a layer runs; 0 for parts without a peak
+        S        bytes that one micro-batch saves for its backward
+        P        peak memory while a layer runs; 0 for parts without a peak
+        least    lower bound of the part without P
+        rest     bytes of the part that belong neither to S nor to P
+        saved    number of micro-batches whose S is included in the part
 
     S and P depend on the choice of recomputed layers. The fields of this class do not.
     """
@@ -280,7 +283,7 @@ def subtract_shared(
 
 
 def counts_with_permanent_bytes(counts: Sequence[FloatArray]) -> FloatArray:
-    """Return the counts of permanent bytes and of memory parts (`PARTS`) at each point in the step.
+    """Add a count of 1 for the permanent bytes to the counts of memory parts (`PARTS`) at each point in the step.
 
     Args:
         counts: How many of each memory part exist, one array of shape (points, chunks, parts) per device.

@@ -5,12 +5,14 @@ Other tensors that its backward needs exist only while this backward runs. The c
 stage in order, with
 
     held       bytes that one micro-batch has saved in the layers so far
-    pending    storages that later layers read and that no layer has saved so far; each is saved if a layer that reads
-               it is recomputed, else it is freed after the last layer that reads it
+    pending    storages that later layers read and that no layer has saved so far. A recomputed layer saves all of
+               them. Without such a layer, each is freed after the last layer that reads it.
 
 Each layer adds its own peak and then its saved bytes. The bytes of a layer are
 
-    f, b, n    peak of its forward, of its backward, and of its forward without gradients
+    f          peak of its forward
+    b          peak of its backward, including the gradient of its output
+    n          peak of its forward without gradients
     g          gradient of its output
     c          copy of its input, if the layer writes into its input
     w          copy of the state that its forward changes
@@ -22,6 +24,8 @@ With exact memory records:
     backward          held + b                                 held + pending + c + max(w + g + f, b)
     added to held     internal bytes, and the part of its      pending, c, w, and the part of its output
                       output that it or a later layer saves    that a later layer saves
+
+The maximum is over the repeated forward (w + g + f) and the backward that follows it (b).
 
 The backward of a layer that is not recomputed runs without pending storages: they are freed by then.
 
@@ -205,10 +209,10 @@ def saved_and_peaks_without_recomputation(
 ) -> tuple[FloatArray, LayerPeaks]:
     """Return the saved bytes and peaks of stages that recompute no layer.
 
-    Lower bounds for stages that recompute some layers follow from the result. For the saved bytes, subtract
-    `most_bytes_freed` of all recomputed layers. For a peak, subtract only that of layers before the layer that runs at
-    the peak: later layers have saved nothing yet in a forward, and nothing any more in a backward. Forward peaks are
-    the smaller ones of forwards with and without gradients.
+    Callers subtract `most_bytes_freed` of recomputed layers to get lower bounds for stages that recompute layers.
+    For the saved bytes, all recomputed layers count. For a peak, only those before the running layer count, because
+    the saved bytes of later layers do not exist then. For these bounds, a forward peak is that of the forward with or
+    without gradients, whichever is smaller.
 
     Args:
         costs: Costs of the layers at the plan's micro-batch size.

@@ -20,10 +20,12 @@ Parts of a stage in the middle, from exact memory records:
     backward    I + D + b + O'          I + D + O + R + max(f + J, b) + O'
     message     I + D + b + O' + Z      I + D + O + b + O' + Z
 
-The first backward is a part of its own, with the same terms. G, T, O' and the gradient of I are also parts of their own
-(`gradients`, `casts`, `output_gradient`, `input_gradient`). The last micro-batch has its own parts, since `except-last`
-does not recompute it. With a split backward, each pass has its own peaks. The bytes that are stored between the passes
-are the part `weight_held`.
+In the row `message`, b is the peak while gradients are sent. A recomputation has ended by then.
+
+The first backward is a separate part with the same terms. G, T, O' and the gradient of I are parts, too (`gradients`,
+`casts`, `output_gradient`, `input_gradient`). The last micro-batch has separate parts, because the recompute choice
+`except-last` recomputes all micro-batches but this one. With a split backward, each pass has its own peaks. The bytes
+that are stored between the passes are the part `weight_held`.
 `planner.core.cost.peak_points` counts the parts at each point in the step.
 
 Without exact memory records, the parts are an upper bound: the sum of all bytes that may exist. Compiled layers have a

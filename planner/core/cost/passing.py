@@ -50,9 +50,8 @@ class RelayedTensors:
         """Return the bytes of each layer's input that the stage received from earlier stages; shape (firsts, layers).
 
         Args:
-            sizes: Tensors that count for layers after the first layer of a stage: `self.unkept` for tensors that no
-                layer saves, or `self.all`.
-            own_input: Bytes of each layer's input, which count if the layer is the first one of a stage.
+            sizes: Bytes of the relayed tensors to count: `self.all`, or `self.unkept` for those that no layer saves.
+            own_input: Bytes of each layer's input. They are the result for the first layer of a stage.
         """
         return np.where(self._is_first, own_input, _one_layer_later(sizes))
 
@@ -75,8 +74,10 @@ class RelayedTensors:
 
         Args:
             peaks: Peak memory of the backward of each of `layers`.
-            end_twice: Part of `peaks` that would count twice if a stage ends with the layer (`LayerMemory.end_twice`).
-            backward: `first` or `later` micro-batch, to include gradients of shared parameters; None to leave them out.
+            end_twice: Bytes of each layer's output and its gradient in `peaks` (`LayerMemory.end_twice`). They are
+                subtracted for stages that end with the layer.
+            backward: Micro-batch, `first` or `later`, whose waiting gradients of shared parameters are added. With
+                None, no such gradients are added.
         """
         inside = self._is_first | self._after_first
         blocks = range(0, len(self._layers), _BLOCK)

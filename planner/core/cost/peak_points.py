@@ -11,16 +11,17 @@
     B              gradients, if it is the first B              held or kept, output gradient
     I              weight held                                  held or kept, output gradient
     W              -                                            weight held
-    first I        input backward gradients, too (the parameter gradients that I creates)
-    first W        gradients, too                               input backward gradients, too
+    first I        as I, and input backward gradients           as I
+    first W        as W, and gradients                          as W, and input backward gradients
     send B         input gradient                               the previous input gradients
 
+Input backward gradients are the parameter gradients that I creates.
 While an action runs, a part named after it exists, such as `forward`, `last forward`, `first backward` or `backward`.
 This part includes all memory of the running micro-batch: its other parts are removed when the action starts, and added
 when it ends. With replicas, `message` replaces the part of the last backward while gradients are sent. `casts` exists
 from the first forward to the last backward, twice if a stage has both whole and split backwards.
 
-Each column of these examples has the counts while an action runs. The input of F1 is received before F0 runs:
+Columns have the counts while an action runs, without the running micro-batch. F1's input is received before F0:
 
     GPipe, M = 3, device 1     F0        F1        F2            B0              B1        B2             step
     runs                       forward   forward   last forward  first backward  backward  last backward  optimizer step
@@ -371,7 +372,7 @@ def peak_part_counts(actions: tuple[tuple[Action, ...], ...]) -> tuple[IntArray,
 
 
 def part_counts_at_points(actions: tuple[tuple[Action, ...], ...]) -> Iterator[IntArray]:
-    """Return the counts of `peak_part_counts` at all distinct points, which takes less time than to select peaks."""
+    """Return the counts of `peak_part_counts` at every distinct point of the step, also where memory cannot peak."""
     return starmap(_distinct_part_counts, _programs(actions))
 
 

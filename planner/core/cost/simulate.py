@@ -257,7 +257,7 @@ def device_spans(
 
 
 class _Step(NamedTuple):
-    """Action of the simulation, with its messages. A message's slot is the index of its arrival time in a list."""
+    """One simulated action, with its messages. The slot of a message is its index in the list of arrival times."""
 
     kind: Letter
     stage: int

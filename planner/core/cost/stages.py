@@ -32,7 +32,7 @@ _Record = TypeVar("_Record")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StagePeaks:
-    """Highest memory of the micro-batch whose action runs, for many stages, in bytes.
+    """Peak memory of one micro-batch while it runs on a stage, in bytes. Arrays contain several stages.
 
     Other micro-batches, received input and transfer buffers are not included.
     """

@@ -48,9 +48,9 @@ def _least_tied_cast_bytes(layer: LayerProfile, tied_bytes: int) -> float:
 
 
 def _sharing_layers(layers: Sequence[LayerProfile], second: int) -> list[tuple[int, int, bool, tuple[int, ...]]]:
-    """Return the earlier layers with which layer `second` shares parameters.
+    """Return one tuple for each group of parameters that layer `second` shares with earlier layers.
 
-    Each tuple has the fields `first`, `parameter_bytes`, `is_pair_known` and `earlier` of `TiedParameters`.
+    The tuple has the fields `first`, `parameter_bytes`, `is_pair_known` and `earlier` of `TiedParameters`.
     """
     layer, tied_bytes = layers[second], layers[second].tied_bytes
     if layer.tied_groups:

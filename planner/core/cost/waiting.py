@@ -15,12 +15,12 @@ The waiting gradient is not freed. It therefore raises the peak of b's backward:
 
 The first backward is taken because all gradients of the layer stay in memory after it.
 
-Under autocast, b's gradient is that of a low-precision copy of the parameter. The gradients of all copies are counted
-elsewhere, until the end of the backward, so it is not counted here. If a uses no copy, as an embedding does, b's
-gradient is converted to the parameter's type before the backward of a.
+Under autocast, b's gradient is that of a low-precision copy of the parameter. Gradients of copies are not counted
+here, because `FixedLayerBytes.casts` counts them until the end of the backward. If a uses no copy, b's gradient is
+converted to the parameter's type before the backward of a. An embedding, for example, uses no copy.
 
-If a and b use the same copy, the first forward has made it in a. So in the first backward, autograd converts the sum of
-its gradients in a, and until then it takes half of the bytes of the parameter's gradient.
+If a and b use the same copy, a has made the copy in the first forward. In the first backward, autograd converts the
+copy's gradient only when a's backward runs. Until then, this gradient has half the bytes of the parameter's gradient.
 """
 
 from collections.abc import Iterator
@@ -54,7 +54,9 @@ def waiting_gradients(
     ends: IntArray,
     converts: bool = True,
 ) -> Iterator[WaitingGradients]:
-    """Yield the bytes of waiting gradients, for groups of stages that contain the same shared parameters.
+    """Yield the bytes of gradients that wait until all layers with a shared parameter have run their backward.
+
+    Each result is for a group of stages that contain the same shared parameters.
 
     Args:
         costs: Costs of the layers.
@@ -62,7 +64,8 @@ def waiting_gradients(
         firsts: First layers of stages.
         layers: Layers whose backward runs.
         ends: Last layers of stages.
-        converts: False for a weight-gradient pass, at whose end autograd converts the gradients of all copies.
+        converts: True if the first backward converts the gradients of autocast's copies layer by layer. False for a
+            weight-gradient pass, which converts all of them at its end.
 
     Complexity: O(ties * layers * ends).
     """

@@ -263,17 +263,18 @@ def is_equal_rounded(name: str, written: float, computed: float) -> bool:
 
 
 def checkable_report(written: Plan, verdict: Verdict) -> SolverReport | None:
-    """Return the solver report of a stored plan; None if its status, lower bound, gap and frontier cannot be checked.
+    """Return the solver report of a stored plan, to check its claims: status, lower bound, gap and frontier.
 
-    They can be checked if the plan fits the memory limits of its own request and was made from the verdict's profile.
-    The result is also None if there is nothing to check: the cuts were given, and the plan has no frontier.
+    The result is None if the plan exceeds the memory limits of its own request, or was made from another profile. It
+    is also None if the plan claims nothing: its cuts were given, and it has no frontier.
 
     Args:
         written: Plan as stored.
         verdict: Verdict on this plan.
 
     Returns:
-        The stored report. If the stored step time is wrong, the report of `verdict.plan`, in which cuts are `given`.
+        The stored report. If the stored step time is wrong, the stored bounds belong to another plan. The result is
+        then the report of `verdict.plan`, with the status `given` and without bounds.
     """
     now, codes = verdict.plan, {each.code for each in verdict.findings}
     if now is None or codes & {"GP101", "GP201"} or now.inputs != written.inputs:

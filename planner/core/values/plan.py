@@ -166,7 +166,7 @@ class SolverReport:
     """
 
     def named_gap(self, step_us: float) -> float | None:
-        """Return (step time - lower bound) / step time for plans with named schedules; None without such a bound."""
+        """Return (step time - `named_lower_bound_us`) / step time; None if `named_lower_bound_us` or `step_us` is 0."""
         return max(0.0, 1 - self.named_lower_bound_us / step_us) if self.named_lower_bound_us and step_us else None
 
 

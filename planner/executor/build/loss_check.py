@@ -240,7 +240,10 @@ def _compare_halves(loaded: LoadedModel, model: nn.Module, batch: Batch) -> Chec
 
 
 def _check_without_masks(loaded: LoadedModel, model: nn.Module, batch: Batch) -> CheckedLoss:
-    """Check the assumed rule with the labels as they are: the model may fail for -100, if another label is ignored."""
+    """Check that the loss is a mean over the assumed labels, without masking any label.
+
+    A model that ignores another label than -100 may fail if labels are masked by -100.
+    """
     assumed = _assume_counting_rule(loaded, model, batch)
     first, second = (Batch(*half) for half in micro_batches_of(tuple(batch), 2))
     losses = _losses_of_halves(loaded, model, batch, (first, second))

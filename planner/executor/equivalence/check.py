@@ -68,7 +68,7 @@ class EquivalenceResult(NamedTuple):
     """True if an error prevented the comparison. Too little time or memory for the comparison is no error."""
 
     def raise_if_failed(self) -> None:
-        """Raise an error if `is_failure` is true.
+        """Raise an error if the comparison failed (`is_failure`). A difference from the model is no such error.
 
         Raises:
             ModelError: An error prevented the comparison.

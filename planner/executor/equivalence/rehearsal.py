@@ -50,17 +50,18 @@ _MOST_PARAMETERS = 20_000_000
 def check_repeated_forwards(loaded: LoadedModel, chain: Chain, *, limit_s: float) -> str:
     """Check, in a separate process, that repeated forwards of all layers take the same path through the code.
 
+    Also check whether the loss is the same in a forward without gradients: the first forward of a recomputed stage.
+
     Args:
         loaded: Loaded model file.
         chain: Layers of the model, on the meta device.
         limit_s: Seconds after which the process is ended.
 
     Returns:
-        Text that says how the loss differs if no gradients are computed, as in the first forward of a recomputed stage;
-        empty if no difference was found.
+        Description of the difference of the loss without gradients; empty if there is none.
 
     Raises:
-        ChildError: A forward took another path than the first one, or a stage needs values of other stages.
+        ChildError: A forward took another path than the first one, or a layer needs values that only other stages have.
     """
     if sum(p.numel() for p in chain.model.parameters()) > _MOST_PARAMETERS:
         return ""

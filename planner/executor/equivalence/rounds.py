@@ -288,7 +288,7 @@ def _wait_for_reference(child: ChildProcess) -> None:
 
 
 class _GroupResult(NamedTuple):
-    """Result of comparing a group of cuts, as the boundaries between the stages of one pipeline, with the reference."""
+    """Differences between the reference and one pipeline, whose stage boundaries are a group of cuts."""
 
     differences: Sequence[StageDifferences]
     """Differences of each rank."""

@@ -156,7 +156,7 @@ class CheckedModel:
     def compared_cuts(self) -> dict[int, int]:
         """Cuts to compare, one for each class of equivalent cuts.
 
-        A key is the first cut of a class in the user's model, its value the cut in the shortened model that is trained.
+        A key is the first cut of a class in the full model. Its value is an equivalent cut in the trained model.
         """
         if self.chain is self.whole:
             return {cut: cut for cut in self.cut_classes.representatives}

@@ -100,11 +100,16 @@ def _measured(device: torch.device, progress: Callable[[str, int, int], None]) -
 
 
 def _transfer_us_over_gloo(index: int, one: Group, both: Group) -> list[float]:
-    """Return the transfer time of one micro-batch for each message size, on the sender.
+    """Return the transfer time of one micro-batch for each message size. Only the sender's result is valid.
 
-    The time is calculated from a training step of two stages that compute nothing. A transfer keeps the receiver busy.
-    So the forwards take o on the first stage, and then t + o for each of M micro-batches on the second stage. Here, o
-    is the executor's time per action, and t the transfer time. With backwards, a step takes 2 (o + M (t + o)).
+    The time is calculated from a training step of two stages that compute nothing:
+
+        o    executor's time per action
+        t    transfer time of one micro-batch
+        M    number of micro-batches
+
+    The second stage starts after the first forward of the first stage, which takes o. A transfer keeps the receiver
+    busy, so the second stage needs t + o for each forward. Forwards take o + M (t + o), and backwards as long.
 
     Args:
         index: Index of the stage that this process runs.

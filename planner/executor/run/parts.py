@@ -77,8 +77,8 @@ def mini_batch_parts(batch: Batch, size: int, micro_batch_size: int, *, rounds_o
         size: Number of samples in the mini-batch.
         micro_batch_size: Planned number of samples in a micro-batch.
         rounds_of: Number K of micro-batches in a round of interleaved 1F1B; 1 for other schedules. Interleaved 1F1B
-            runs m micro-batches in floor(m / K) rounds of equal size. If m is not divisible by the number of rounds,
-            the last m mod K micro-batches form a separate part.
+            runs the m full micro-batches of the mini-batch in floor(m / K) rounds. If rounds of equal size are
+            impossible, the last m mod K micro-batches form a separate part.
     """
     whole, rest = divmod(size, micro_batch_size)
     odd = whole % rounds_of if whole % max(1, whole // rounds_of) else 0

@@ -96,7 +96,7 @@ def process_place(balance: Balance, rank: int, num_processes: int) -> ProcessPla
 class ProcessGroups:
     """Process groups of one process.
 
-    If the job has a single replica, both groups are None. All processes then belong to the same pipeline.
+    If the job has a single replica, `pipeline` and `replicas` are None. All processes then belong to one pipeline.
     """
 
     pipeline: dist.ProcessGroup | None

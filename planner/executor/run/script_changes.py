@@ -1,9 +1,12 @@
-"""Find changes that an edited script makes with values of one rank, where a plain loop has values of all parameters.
+"""Find changes of weights or gradients that depend on the parameters of one rank.
 
-If a script scales gradients or skips a step by a norm over the gradients of one rank, each rank does so by another
-norm. Each rank therefore records what the script did in a step, and sends the record to the next rank before the next
-phase (`agreement`). Random numbers that a script draws for one parameter after the other differ from those of a plain
-loop, too. A rank detects by itself that its script draws random numbers while it changes weights or gradients.
+A script may scale gradients by their norm, or skip a step because of it. A plain loop uses the norm over all
+parameters. In a pipeline, each rank has only the norm over its own parameters, so ranks would do different things.
+Each rank therefore records what the script did in a step. It sends the record to the next rank before the next phase,
+such as a step or a checkpoint (`agreement`).
+
+Random numbers that a script draws for one parameter after the other differ from those of a plain loop, too. A rank
+detects by itself that its script draws random numbers while it changes weights or gradients.
 
 To save time and memory, a few elements of a few parameters are compared.
 """
@@ -62,7 +65,7 @@ _FACTORS = {
 
 
 class ScriptChanges:
-    """Changes that the script makes on this rank.
+    """Record of the script's changes to weights, gradients and learning rates on this rank.
 
     Args:
         parameters: Parameters of this rank.
@@ -80,7 +83,10 @@ class ScriptChanges:
         self.record = NO_RECORD
 
     def begin_block(self) -> None:
-        """Store values that the script may change. Call this method before the block of a step, and after a clip."""
+        """Store weights and gradients that the script may change.
+
+        Call this method before the script's `with pipeline.step(...)` block, and after `pipeline.clip_gradients`.
+        """
         trained = [parameter for parameter in self._parameters if parameter.grad is not None]
         self._compared = trained[:: len(trained) // _NUM_PARAMETERS + 1]
         self._at_optimizer_step = self._at_optimizer_end = None
@@ -105,7 +111,7 @@ class ScriptChanges:
         self._at_optimizer_end = self._at_mark
 
     def end_block(self) -> None:
-        """Record the factors of the block that ends."""
+        """Record by which factors the script's `with` block multiplied gradients, and added gradients to weights."""
         self.check_draws()
         before, after = self._at_begin, self._at_optimizer_step or _Elements.of(self._compared)
         self.record = self.record._replace(
@@ -199,7 +205,10 @@ class _Elements(NamedTuple):
         return torch.equal(self.weights, other.weights) and torch.equal(self.gradients, other.gradients)
 
     def common_factor(self, before: Tensor, after: Tensor, *, rounding: float = _ROUNDING) -> float:
-        """Return the number that makes `before` equal to `after`, in at least two parameters; 0 if there is none."""
+        """Return the number for which `before` times the number equals `after`; 0 if there is none.
+
+        The result is also 0 if fewer than two parameters have elements that are large enough to compute the number.
+        """
         rounding = max(rounding, _rounding_of(before))
         limit = _SMALL * max(map(abs, before.tolist()), default=0.0)
         ratios: list[list[float]] = [[] for _ in self.num_of_each]

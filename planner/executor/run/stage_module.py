@@ -66,8 +66,8 @@ class StageModule(nn.Module):
     Args:
         layers: Layers of the stage.
         received: Boundary before the first layer.
-        sent: Boundary after the last layer. Outputs are sent in the memory layout of its tensors; contiguous if `sent`
-            is None. It is not used on the last stage.
+        sent: Boundary after the last layer, whose tensors give the memory layout in which outputs are sent. With None,
+            outputs are sent in contiguous layout. The last stage ignores `sent`.
         recompute: Recompute choice of the stage; the choice `layers` recomputes the layers in `recomputed`.
         micro_batches: Number of micro-batches (M).
         loss_fn: Loss function on the last stage; None on other stages.
@@ -75,7 +75,8 @@ class StageModule(nn.Module):
         carries: For each tensor at the next boundary, True if it carries a gradient.
         recomputed: Properties of layers that are recomputed separately, by index within the stage.
         first_layer: Index of the stage's first layer in the whole model's chain.
-        statistics: Batch normalization statistics for all stages of this process, which may be parts of one model.
+        statistics: Collector of batch normalization statistics, which all stages of this process share. With None,
+            this stage has its own.
 
     Raises:
         ModelError: A layer cannot be trained in micro-batches.

@@ -126,7 +126,7 @@ class FailureWatch:
         Args:
             steps: Number of completed steps.
             steps_ahead: Number of steps from the announcement to the stop. It must be 1 plus the largest number of
-                steps that another rank may have completed before the first rank.
+                steps by which another rank may be ahead of the first rank.
         """
         if self._store is None:
             return self._signal
