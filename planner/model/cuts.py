@@ -282,10 +282,10 @@ class PossibleCuts:
         return not call.constant and call.exit <= self._last_trained
 
     def _no_wider_than_around(self, cuts: list[int], calls: Sequence[ModuleCall]) -> list[int]:
-        """Return the cuts without those inside one of `calls` that are crossed by too many bytes.
+        """Return the cuts, without cuts inside one of `calls` that too many bytes cross.
 
-        The limit is `_NEAR` times the bytes that cross the start or the end of the call, whichever are more. Outputs
-        that the loss does not read count there, so that the limit is the same for every loss.
+        The limit is 1.1 (`_NEAR`) times the bytes that cross the start or the end of the call, whichever are more.
+        Outputs of the model that the loss does not read count in the limit, so it is the same for every loss.
         """
         narrow = []
         for cut in cuts:

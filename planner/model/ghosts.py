@@ -66,7 +66,10 @@ class Ghost(Tensor):
 
     @property
     def fake_tensor(self) -> FakeTensor:
-        """Torch's fake tensor in this ghost. Ghosts whose fake tensors share a storage count as views of one tensor."""
+        """Torch's fake tensor that this ghost, a tensor without values, contains.
+
+        Two ghosts whose fake tensors share a storage count as views of one tensor.
+        """
         if self._fake is None:
             # Other modes must not see this operator: a recorder would note the tensor as made by the model's code.
             with _disable_current_modes(), _mode(), torch._C.DisableTorchFunction():

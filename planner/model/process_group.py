@@ -28,11 +28,11 @@ def hide_process_group() -> Iterator[None]:
 def hide_process_group_in_step(
     optimizer: torch.optim.Optimizer, before: Sequence[Callable[[], None]], after: Callable[[], None]
 ) -> None:
-    """Hide the process group in every `step()` of an optimizer.
+    """Let `dist.is_initialized()` return False in every `step()` of an optimizer, and in the given functions.
 
     Args:
         optimizer: Optimizer to change.
-        before: Functions to call before each step. The process group is hidden in them, too.
+        before: Functions to call before each step.
         after: Function to call after each step.
     """
     step = optimizer.step

@@ -52,7 +52,9 @@ class Region:
 
 
 class RegionFinder:
-    """Finder of the checkpoints and autograd functions that are running, by Python's stack frames.
+    """Finder of the regions that are running: calls of `torch.utils.checkpoint`, and forwards of autograd functions.
+
+    Python's stack frames show which of them are running.
 
     Args:
         run: Code object of the recorder's function that runs a call of a module. On the stack, a frame of this function
@@ -68,7 +70,9 @@ class RegionFinder:
     def regions_around(self, frame: FrameType | None, time: int) -> tuple[int, ...]:
         """Return the indices of the regions in which the code of a stack frame runs, the outermost first.
 
-        Because these regions are still running, their end is moved to `time`.
+        Args:
+            frame: The stack frame.
+            time: Number of the current event of the recording. It becomes the end of these regions, which still run.
         """
         self._levels[-1] = self._regions_in_frames(frame, time)
         around = tuple(number for level in self._levels for _, number in level)

@@ -63,7 +63,10 @@ class SentResultFinder:
         )
 
     def _fills_new_tensor(self, candidate: FunctionResult) -> bool:
-        """Return True if the function is the last to write a tensor made from no other: `torch.empty(3).normal_()`."""
+        """Return True if the function fills a tensor that was created without reading other tensors.
+
+        An example is `torch.empty(3).normal_()`. The function must be the last one that writes the tensor.
+        """
         *earlier, last = self._versions[self._flow[candidate.version]["storage"]]
         makers = [self._flow[version]["operator"] for version in earlier]
         return last == candidate.version and all(n >= 0 and not self._recording.reads[n] for n in makers)

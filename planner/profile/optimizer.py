@@ -50,8 +50,8 @@ def measure_optimizer(
     Args:
         module: The layer.
         whole: Optimizer of the whole model.
-        stands_for: Layer with the same operators as `module`. The optimizer options and the order of its parameters
-            apply. None: those of `module`.
+        stands_for: Layer whose optimizer options and order of parameters are used. It must have the same operators as
+            `module`. None: `module` itself.
         meter: Meter of the device.
         clock: Clock of the device.
         repeats: Number of timed updates.

@@ -45,7 +45,7 @@ class ProgressCounter:
         Args:
             keys: Digest and micro-batch size of each measurement.
             names: Name of each layer, by its digest.
-            passes: Number of timed passes that take about as long as one measurement.
+            passes: Weight of one measurement in the progress: number of timed passes that take about as long.
         """
         self._total += passes * sum(size for _, size in keys)
         for digest, size in keys:

@@ -12,8 +12,8 @@ The chosen arcs form a path from layer 0 to layer L. The step time (`planner.cor
     h       F + q of a stage, without the recomputation in q
     D, U    time of the backward; time that optimizer steps add
 
-The maximum, D and U follow from linear constraints. All sums are over chosen arcs. Exactly one chosen arc covers each
-layer, so the sum in this constraint has one term for each layer i:
+The maximum, D and U follow from linear constraints. All sums are over chosen arcs. Exactly one chosen arc covers layer
+i. So the next constraint, which exists for each i, compares the maximum with this arc:
 
     largest max(F, C) >= sum_{first <= i < end} max(F, C)
 

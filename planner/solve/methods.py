@@ -278,13 +278,13 @@ def lower_bound_of_case_us(case: Case, upper_us: float) -> float:
 
 
 def named_lower_bound_us(cases: Sequence[Case], searched: SearchedCases, request: Request, deadline: Deadline) -> float:
-    """Return a lower bound of the step time of all plans of the cases that have a named schedule.
+    """Return a lower bound of the step time of all plans with a named schedule, that is, any schedule except `search`.
 
-    The bound is at most the step time of the best plan found, with any schedule. It is 0 if the request is one of many,
-    allows no searched schedules, or if the best plan is proven optimal.
+    The bound is at most the step time of the best plan found, with any schedule. It is 0 if the best plan is proven
+    optimal, if the request fixes schedule or cuts, or if `request.searches_longer` is False.
 
     Args:
-        cases: All cases of a request, also those with searched schedules.
+        cases: All cases of a request, including those with the schedule `search`.
         searched: Result of the search over these cases, with a plan.
         request: The request.
         deadline: Limit on time; when it has passed, the bounds are those of the search.
@@ -345,7 +345,10 @@ def fastest_schedules_us(answers: Iterable[Answer], most: int) -> dict[ScheduleN
 
 
 def key_without_schedule(case: Case) -> tuple[object, ...]:
-    """Return a key that is equal for cases that differ only in their schedules, which have the same placement."""
+    """Return a key of all properties of a case except its schedule, and of the schedule's placement of stages.
+
+    The keys of two cases are equal if only their schedules differ, and if both schedules have the same placement.
+    """
     return CaseKey.of(case)._replace(schedule=GPIPE), case.schedule.placement
 
 

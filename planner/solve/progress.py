@@ -89,7 +89,7 @@ class Progress:
 
     @property
     def useful_us(self) -> float:
-        """Lower bound of the step time at which further search is useless."""
+        """Step time to beat. Partitions whose lower bound is not below this time need not be searched."""
         return min(self.upper_us, self.deadline.best_us)
 
     def record_skipped(self, bound_us: float) -> None:

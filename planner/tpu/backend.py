@@ -192,7 +192,7 @@ def _with_compiled_memory(
         buffer_bytes: Bytes of the layer's buffers.
         compiled: The compiled layer at each micro-batch size.
         kept_outputs: For each micro-batch size, the outputs that a backward reads, from `_outputs_kept_for_backward`.
-        received: For each micro-batch size and received tensor, its bytes as sent, and in the largest layout.
+        received: For each micro-batch size and received tensor, two sizes from `_received_sizes`.
         is_first: True for the first layer of the model.
         num_targets: Number of inputs that are targets of the loss. They are the last inputs.
     """
@@ -231,9 +231,10 @@ def _outputs_kept_for_backward(compiled: Sequence[CompiledLayer]) -> list[dict[i
 
 
 def _received_sizes(compiled: Sequence[CompiledLayer]) -> list[list[tuple[int, int]]]:
-    """Return two sizes of every tensor that each layer receives, in bytes: as sent, and in the largest layout.
+    """Return two sizes of every tensor that each layer receives, in bytes.
 
-    Each layer that reads the tensor may choose another layout.
+    The first size is that of the tensor as sent. Each layer that reads the tensor may choose another layout. The second
+    size is that of the largest of these layouts.
     """
     wanted: list[Sequence[int]] = [compiled[-1].wanted]
     for layer in reversed(compiled[:-1]):

@@ -368,7 +368,10 @@ class Plan:
     insight: Insight | None = None
     """Explanation of the plan, if requested."""
     seal: str = field(default="", compare=False)
-    """Digest of all other values as `solve` returned them. If it is valid, `check` does not solve again."""
+    """Digest of all other values, including `generator`, as `solve` returned them.
+
+    If the digest is valid, `check` does not solve again.
+    """
 
     def __repr__(self) -> str:
         """Return the decisions and the predicted step time in one line."""

@@ -203,9 +203,9 @@ class Block:
 
     @property
     def num_inputs(self) -> int:
-        """Number of different input tensors of the matrix products in attention and feed-forward layer.
+        """Number of different tensors that attention and feed-forward layer read as inputs of matrix products.
 
-        There is one per normalization before the products. Without such normalizations, there are two.
+        Each normalization before the products creates one. Without such normalizations, each of both layers has one.
         """
         return self.norms or 2
 

@@ -56,13 +56,15 @@ def add_memory_columns(
 ) -> list[list[list[int]]]:
     """Add columns with the memory of stages, in bytes, to a table.
 
+    A sharing mode (`ALONE` to `IN_PLACE`) says how a stage shares its device with other stages.
+
     Args:
         table: Table with a row per stage.
         costs: Costs of the chain at the micro-batch size, with its replicas.
         cells: The stages of the rows.
         micro_batches: Number of micro-batches.
-        parts: For each sharing mode (`ALONE` to `IN_PLACE`), the parts of memory that occur in the report's action
-            orders, as indices into `PARTS`. A mode that no order uses has none.
+        parts: For each sharing mode, the parts of memory that occur in the report's action orders, as indices into
+            `PARTS`. The set of a mode that no action order uses is empty.
 
     Returns:
         For each sharing mode and each recompute choice (`CHOICES`), a flat list with three indices per added column:

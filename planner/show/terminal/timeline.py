@@ -53,7 +53,10 @@ class AxisScale:
         return floor(time_us * self.columns / self.total_us + 0.5)
 
     def room(self, duration_us: float) -> int:
-        """Return the number of columns of a box with this duration. Rounding of its start may add one column."""
+        """Return the number of columns that every box of this duration has.
+
+        A drawn box may have one more column, because its start and end are rounded.
+        """
         return floor(duration_us * self.columns / self.total_us + 1e-9)
 
 

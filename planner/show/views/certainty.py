@@ -16,8 +16,8 @@ from planner.show.views.numbers import percent, rate_text
 def step_words(plan: Plan, certainty: Certainty | None) -> str:
     """Return the step time with its range, such as `530 ms (500 to 590)`.
 
-    If no similar run was measured, the text is `about 530 ms`. If the prediction is outside the range, the range
-    comes first: `570 to 710 ms (390 predicted)`.
+    If no similar run was measured, the text is `about 530 ms`. If earlier steps were all longer or all shorter than
+    predicted, the range may exclude the prediction. The range then comes first: `570 to 710 ms (390 predicted)`.
     """
     step_us = plan.predicted.step_us
     if certainty is None or not step_us:

@@ -38,10 +38,10 @@ def training_words(plan: Plan, certainty: Certainty | None) -> list[str]:
 
 
 def shown_run(plan: Plan) -> tuple[TrainingRun, Inputs] | None:
-    """Return a training run, and the inputs with its length and price.
+    """Return the training run to show, and the plan's inputs with the length of this run.
 
-    It is the requested run, or a run of 1T tokens if none was requested. Such a run needs the number of tokens per
-    sample and the peak rate of the GPUs. If one of them is unknown, the result is None.
+    If no run was requested, a run of 1T tokens is assumed. The result is then None if the number of tokens per sample
+    or the peak rate of the GPUs is unknown.
     """
     inputs, predicted = plan.inputs, plan.predicted
     if plan.training is not None:

@@ -34,7 +34,10 @@ def plan_headline(plan: Plan) -> str:
 
 
 def gpu_count_text(plan: Plan) -> str:
-    """Return the number of GPUs of a plan with tensor parallelism, such as `16 GPUs = 2 replicas x 4 stages x 2`."""
+    """Return the number of GPUs of a plan with tensor parallelism, such as `16 GPUs = 2 replicas x 4 stages x 2`.
+
+    The last factor is the number of GPUs that share each stage.
+    """
     groups = pluralize(plan.num_devices, "stage" if plan.chunks == 1 else "device")
     factors = [*([f"{plan.replicas} replicas"] if plan.replicas > 1 else []), groups, str(plan.tensor_parallel)]
     chunks = f", {plan.chunks} chunks" if plan.chunks > 1 else ""
@@ -87,7 +90,10 @@ def _named_bound_words(plan: Plan) -> str:
 
 
 def gap_words(plan: Plan) -> str:
-    """Return the gap over all plans, and the gap over plans with named schedules if it is known to be smaller."""
+    """Return the gap between the plan's step time and its lower bound, as a share of the step time.
+
+    If the plans with named schedules have a higher lower bound, the text also has the gap to this bound.
+    """
     named_gap = plan.solver.named_gap(plan.predicted.step_us)
     over_named = "" if named_gap is None else f", over the named schedules {_gap_text(named_gap)}"
     return f"gap {_gap_text(plan.solver.gap)}{over_named}"

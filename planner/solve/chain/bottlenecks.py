@@ -1,21 +1,22 @@
 """Branch and bound over the bottlenecks of a plan under GPipe: its largest forward time and its largest backward time.
 
 Most of a step is (M-1) times the largest forward and the largest backward time of any stage or link. The dynamic
-program spends most of its time on partial plans that differ in these two times, because its lower bound excludes few
-of these plans. The plane of the two times is therefore divided into boxes. A box contains the plans whose largest times
-are between its two corners:
+program spends most of its time on partial plans that differ in these two times, because it can exclude few of them.
+The plane of the two times is therefore divided into boxes. A box contains the plans whose largest times are between its
+two corners:
 
     backward  |_______________________
               |      |        |           T       step time of a plan in the box
               |______|________|           f, x    forward and backward time at the lower corner
-              |      |   |    |           P       least forward plus backward time of one micro-batch through all
-              |      |___|____|                   stages and links, of all partitions below the upper corner
+              |      |   |    |           P       shortest time of one micro-batch, forward and backward, through
+              |      |___|____|                   all stages and links
               |      |   |    |
               +-----------------------    T >= (M-1) f + (M-2) x + P
                         forward
 
-The lower bound leaves out the backward of the last micro-batch, whose time depends on recomputation. P is computed as
-a shortest path.
+P is the minimum over partitions in which no stage or link takes more time than the upper corner. It is computed as a
+shortest path. The lower bound of T leaves out the backward of the last micro-batch, whose time depends on
+recomputation.
 
 Within a box, partial plans hardly differ. If there are few of them, the dynamic program solves the box; otherwise the
 box is divided in two. The box with the smallest lower bound is searched first. No plan in another box can be faster

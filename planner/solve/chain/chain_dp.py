@@ -151,13 +151,15 @@ class CutDynamicProgram:
         most_per_count: float = np.inf,
         enough_in_all: float = 0,
     ) -> ChainCuts | None:
-        """Return the best-ranked partition faster than `upper_us`; None if there is none.
+        """Return the partition with the smallest rank that is faster than `upper_us`; None if there is none.
+
+        A rank is a tuple of numbers, such as the step time (`Recurrence.ranking_bounds`).
 
         Args:
             upper_us: Step time to beat, in microseconds.
             most_plans: Number of partial plans to keep for each first layer; None for all. With a limit, the result may
                 not be the best partition.
-            best_rank: Rank to beat, or None.
+            best_rank: Rank that the partition's rank must be smaller than; None for no limit.
             most_per_count: Number of partial plans with the same number of stages, above which the search stops if
                 it also has more than `enough_in_all`. `CutDynamicProgram.is_exhaustive` is then False.
             enough_in_all: Number of partial plans in total.

@@ -20,7 +20,8 @@ The letters are those of docs/cost-model.md:
 
 **GPipe** (exact, `planner.core.cost.step_time`):
 
-    T = (M-1) f + d + u         for a partial plan of all layers
+    T = (M-1) f + d + u         for a partial plan of all layers: M-1 forwards of the slowest stage or link delay
+                                  micro-batch M-1, which then takes d
 
     f   largest forward time of a stage or link in the partial plan
     x   largest backward time of a stage or link for micro-batches 0..M-2
@@ -28,10 +29,11 @@ The letters are those of docs/cost-model.md:
     d   time of micro-batch M-1 through all stages and links: forward without waiting, then backward with waiting
     u   time that the optimizer steps add to the step
 
-An added stage changes f, x and a by its F and B. It changes u to max(U, u - (F + q - R + 2 C)), and d to
+An added stage changes f, x and a by its F and B. It changes u to max(U, u - (F + q - R + 2 C)). The new d is q plus
+the time until the added stage can run the backward of micro-batch M-1. This time is the larger of
 
-    max(d + F, a + (M-2) x) + q         with the new a and x; the second term is larger if micro-batch M-1 waits for
-                                          the others. If M = 1, d changes to d + F + q
+    d + F               micro-batch M-1 arrives at the added stage
+    a + (M-2) x         the added stage has finished the other micro-batches, if M > 1; with the new a and x
 
 The link after the stage is added first, in the same way, with F = B = q = C. See also `flow_shop_us`.
 
@@ -45,11 +47,13 @@ The link after the stage is added first, in the same way, with F = B = q = C. Se
 An added stage changes s to s' = s + 2 C + F + B, and r to r' = r + 2 C + F + q. It changes g to the largest of
 
     M F + (M-1) B + q                       all work of the added stage
-    F + 2 C + s + (M-1) B + q + (M-w) F     the first micro-batch visits the later stages; then the added stage runs
-                                              all backwards, and the forwards that follow them
-    floor((M-1) / w) s' + r'                consecutive round trips, because a micro-batch begins only after the w-th
-                                              previous one has returned
-    g + F + q + 2 C                         time of the next stage, plus one forward, one backward and two transfers
+    F + 2 C + s + (M-1) B + q + (M-w) F     first forward of the added stage, and round trip of the first micro-batch
+                                              through the later stages; then all backwards of the added stage, and the
+                                              M-w forwards that it runs after its first backward
+    floor((M-1) / w) s' + r'                consecutive round trips, because micro-batch m begins only after
+                                              micro-batch m-w has returned
+    g + F + q + 2 C                         first forward of the added stage, a transfer, time g of the next stage, a
+                                              transfer, last backward of the added stage
 """
 
 from collections.abc import Iterator

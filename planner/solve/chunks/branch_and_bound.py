@@ -99,7 +99,7 @@ class BranchAndBound:
     def solve(
         self, *, upper_us: float = inf, most_iterations: int = _UNLIMITED, limit_s: float = inf
     ) -> CutBound | None:
-        """Solve the linear program before any branching, and return its lower bound and cuts.
+        """Solve the linear program before any branching.
 
         Args:
             upper_us: Step time of a known plan, in microseconds. The solver stops when the bound reaches it.
@@ -107,7 +107,7 @@ class BranchAndBound:
             limit_s: Time limit in seconds.
 
         Returns:
-            The lower bound and cuts; None if a limit is reached first.
+            Lower bound of the step time, and the cuts between stages in the solution; None if a limit is reached first.
         """
         upper = upper_us / self._program.unit_us * (1 + 2 * _SAFE)
         self._solver.setOptionValue("objective_bound", upper)

@@ -1,9 +1,12 @@
-"""Lower bound of the step time of several cases, which linear programs raise.
+"""Raise a lower bound of the step time of several cases by linear programs.
 
-The search of `auto` has no time for the linear programs of all cases. They are solved after it, and only for the cases
-with the smallest lower bounds, as long as all of these can be raised.
+A case (`planner.solve.space.case`) is a choice of schedule and numbers of chunks, micro-batches and replicas. The
+smallest bound of any case is the bound of all cases. So linear programs are solved only for cases that have the
+smallest bound. If one of these bounds cannot be raised, the others need not be.
 
-Complexity: at most `_MOST_WORK` in the units of `approximate_work`, about one CPU second.
+The search of `auto` has no time for the linear programs of all cases. They are solved after the search.
+
+Complexity: about one CPU second, see `_MOST_WORK`.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,7 +21,7 @@ from planner.solve.space.case import Case
 from planner.solve.space.partitions import Evaluator
 
 _MOST_WORK: Final = 1_500_000
-"""Most work of all linear programs, as the number of simulated actions that take as long."""
+"""Longest time of all linear programs together, as the number of simulated actions that take as long."""
 
 _EQUAL: Final = 1 + 1e-9
 """Ratio of two bounds below which they count as equal."""

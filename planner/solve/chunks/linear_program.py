@@ -3,8 +3,9 @@
     K, V, M number of devices, of chunks per device, of micro-batches
     S, L    number of stages (K V), number of layers
     c_s     number of layers before stage s, s <= c_s <= L - S + s
-    y_s,j   1 if c_s > s + j, so that layer s + j is before stage s, else 0; the program allows any value from 0 to 1
-    x_s,l   share of layer l in stage s, 1 if c_s <= l < c_{s+1}: y_{s+1,l-s-1} - y_{s,l-s}
+    y_s,j   1 if layer s + j is before stage s (c_s > s + j), else 0; the program allows any value from 0 to 1
+    x_s,l   share of layer l in stage s: y_{s+1,l-s-1} - y_{s,l-s}, that is, 1 if layer l is before stage s + 1, minus 1
+            if it is before stage s
     r_w,s,l share of layer l in stage s that is recomputed with option w: for all micro-batches, or all but the last;
             sum_w r <= x
 
@@ -20,8 +21,8 @@ recomputation, and at least d + sum of h_l bytes with a recompute option. The su
     h_l     average number of bytes that layer l adds to a stage with the recompute option
     d       smallest difference between the bytes of a stage and its sum of a_l or h_l, over all stages in the tables
 
-With per-layer recomputation, there is one option, and layers may also be recomputed alone. If this can free up to f_l
-bytes of layer l, a larger h_l is lowered to a_l - f_l.
+With per-layer recomputation, a stage may also recompute single layers. Let f_l be the most bytes that recomputing only
+layer l can free. The sum then uses min(h_l, a_l - f_l) instead of h_l.
 
 Complexity: O(S L + K V M) rows (constraints) and columns (variables).
 """

@@ -122,13 +122,13 @@ def _branch_from_weakest(progress: Progress, bounds: list["_DeviceBound"]) -> No
 
 
 def improve_answer(answer: Answer, *, deadline: Deadline, descents: int = 0) -> Answer:
-    """Search longer from an answer's partition, and return the better answer; `answer` itself if none is found.
+    """Search longer, and return the better answer; `answer` itself if none is found.
 
     Args:
-        answer: The answer.
+        answer: Answer from whose partition a local search starts.
         deadline: Time at which the search stops.
-        descents: Number of further descents from the cuts with which a search starts, in other random orders of moves.
-            The results of such descents differ by several percent if memory is scarce.
+        descents: Number of further local searches. They start from `start_cuts`, each with another random order of
+            moves. If memory is scarce, their results differ by several percent.
     """
     start = answer.partition
     assert start is not None
@@ -257,7 +257,7 @@ def _rows(evaluator: Evaluator) -> int:
 
 
 def approximate_work(evaluator: Evaluator) -> int:
-    """Return about how many actions could be simulated in the time to solve an evaluator's linear program."""
+    """Return an estimate of the time to solve an evaluator's linear program, in units of one simulated action."""
     # The time grows approximately with the square of the size.
     return approximate_num_constraints(evaluator) ** 2 // _ROWS_SQUARED
 

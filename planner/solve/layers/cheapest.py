@@ -359,7 +359,11 @@ def _remove_dominated(labels: _Labels) -> _Labels:
 def _staircase(held_bytes: Sequence[float], room: Sequence[float]) -> list[int]:
     """Return the indices of the partial choices that are not dominated. The choices are sorted by recomputation time.
 
-    A choice is dominated if an earlier one saves at most as many bytes and has at least as much room.
+    An earlier choice dominates a later one if it saves no more bytes, and is allowed to save no fewer.
+
+    Args:
+        held_bytes: Bytes that each choice saves.
+        room: Upper limit on these bytes, for each choice.
     """
     kept = []
     # Undominated pairs of saved bytes and room. Both ascend, because a pair with more bytes needs more room.

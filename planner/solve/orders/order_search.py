@@ -212,7 +212,8 @@ class OrderSearch:
 class _Tuning(NamedTuple):
     """Parameters of dispatch rules that are equal for all devices.
 
-    `DispatchRules.most_waiting` of a stage is `waiting` * n + `extra`. The field `shape` says what n is.
+    `DispatchRules.most_waiting` of a stage is `waiting` * n + `extra`, rounded up and at least 1. Here n is a number of
+    the stage, for example the number of later stages plus one. The field `shape` selects n.
     """
 
     waiting: float = 1.0

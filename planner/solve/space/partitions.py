@@ -298,8 +298,7 @@ class Evaluator:
     def _parts_by_layers(self) -> FloatArray:
         """Table of permanent bytes, then bytes of each memory part (`PARTS`), of stages without recomputed layers.
 
-        Lower bounds with per-layer recomputation are computed from it: from a part, subtract the bytes that recomputed
-        layers free (`most_bytes_freed`) as often as the part includes saved bytes (`ChunkMemoryFunction.saved`).
+        `memory_bounds_by_layers` computes lower bounds with recomputed layers from this table.
         """
         parts = np.full((self.case.costs.num_layers + 1, self.width, 1 + len(PARTS)), np.inf)
 
