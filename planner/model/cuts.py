@@ -39,7 +39,7 @@ _WIDEST = 3.0
 """Largest number of bytes across a cut inside a block, relative to those across the cuts around the block."""
 
 _Life = tuple[int, int, int, list[int]]
-"""Lifetime of a version that is used: its number, time of creation, time of the last use, and times of all uses."""
+"""Lifetime of a used version: its number, and the event numbers of its creation, last use and all uses."""
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from planner.model.nests import Nest
 from planner.model.regions import Region
 
 END = 1 << 60
-"""Time at which the model's outputs are used."""
+"""Event number that represents the use of the model's outputs, after all events of the forward."""
 
 
 @dataclass(kw_only=True)
@@ -115,9 +115,9 @@ class CarriedState:
     storage: int
     """Number of the tensor's storage at the begin of the forward; -1 if the forward assigns it to an attribute."""
     first: int
-    """Time of the first access."""
+    """Event number of the first access."""
     last: int
-    """Time of the last access."""
+    """Event number of the last access."""
     attribute: tuple[str, tuple[Any, ...]] | None = None
     """Path of the module, and the keys from its attributes to the tensor; None if the tensor is written in place."""
     is_replaced: bool = False
