@@ -46,9 +46,6 @@ _CLEARLY: Final = 1.01
 """Ratio of step times above which no action orders are searched from the best plan with a named schedule, because a
 searched plan is faster."""
 
-_PROMISING: Final = 1.04
-"""Largest ratio of a searched plan's step time to that of the best named schedule at which the plan is improved,
-because improvements rarely make it faster by more."""
 
 _TIED: Final = 1.005
 """Largest ratio of a plan's step time to the fastest one at which action orders are searched from both plans."""
@@ -182,9 +179,7 @@ def _in_passes(cases: Sequence[Case], request: Request, deadline: Deadline, *, u
     far = [case for case in own if found_us.get(key_without_schedule(case), 0.0) > upper_us * _FAR]
     near = [case for case in own if case not in far]
     alone = replace(request, inputs=replace(request.inputs, schedule=SEARCHED.name))
-    again = _search_orders_twice(
-        near, alone, deadline.share(0.5), upper_us=upper_us * NEARBY, promising_us=upper_us * _PROMISING
-    )
+    again = _search_orders_twice(near, alone, deadline.share(0.5), upper_us=upper_us * NEARBY)
     # The search ignores plans slower than its limit, so its lower bound holds up to that limit only.
     least_us = min([again.bound_us, upper_us, *(lower_bound_of_case_us(case, upper_us) for case in far)])
     bounds_us = {**first.bounds_us, SEARCHED.name: least_us}
@@ -257,13 +252,12 @@ def _improved_orders(
 
 
 def _search_orders_twice(
-    cases: Sequence[Case], request: Request, deadline: Deadline, *, upper_us: float, promising_us: float = inf
+    cases: Sequence[Case], request: Request, deadline: Deadline, *, upper_us: float
 ) -> SearchedCases:
-    # A plan slower than `promising_us` is not improved.
     budget = {SEARCHED.name: min(MOST_ACTIONS_OF_SEARCH, _MOST_ACTIONS_OF_CASE * len(cases))}
     first = search_cases(cases, request, deadline.share(0.5), upper_us=upper_us, budget=budget)
     best = first.best
-    if best is None or first.bound_us >= best.step_us or best.step_us > promising_us:
+    if best is None or first.bound_us >= best.step_us:
         return first
     again = _improved_orders(best.case, best, request, deadline)
     if again is None:

@@ -356,17 +356,16 @@ def test_fastest_plans_get_further_descents_if_they_are_close(monkeypatch: pytes
     assert set(begun.values()) == {0}
 
 
-@pytest.mark.parametrize(("step_us", "improved"), [(103.0, 1), (105.0, 0)])
-def test_searched_orders_far_slower_than_a_named_schedule_are_not_improved(monkeypatch, step_us, improved):
-    answers = answers_of({SEARCHED.name: step_us})
+def test_searched_orders_are_improved_if_a_named_schedule_is_faster(monkeypatch):
+    # For 77 layers of a convolutional network on 16 devices, the improved order is 4 % faster than named ones.
+    answers = answers_of({SEARCHED.name: 109.0})
     first = methods.SearchedCases(*answers.values(), {SEARCHED.name: 0.0}, complete=True, answers=answers)
     begun: list[Answer] = []
     monkeypatch.setattr(search, "search_cases", lambda *_, **__: first)
     monkeypatch.setattr(search, "_improved_orders", lambda _, start, *__, **___: begun.append(start))
     request = Request(inputs=replace(inputs_of(2, 4), schedule="auto"), micro_batches=4)
-    searched = search._search_orders_twice([], request, NEVER, upper_us=110.0, promising_us=104.0)
-    assert searched == first
-    assert len(begun) == improved
+    assert search._search_orders_twice([], request, NEVER, upper_us=110.0) == first
+    assert len(begun) == 1
 
 
 def test_fastest_schedules_are_searched_again_with_more_effort(monkeypatch: pytest.MonkeyPatch) -> None:
