@@ -529,7 +529,7 @@ class Noisy(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
     def forward(self, value):
-        noise = torch.empty_like(value).normal_()
+        noise = value.clone().normal_()
         for layer in self.layers:
             value = layer(value + noise)
         return value
@@ -538,7 +538,7 @@ def build_model(): return Noisy()
 
 
 def test_models_without_cuts_report_where_and_why(here: Path, capsys: Capsys) -> None:
-    """All layers share noise that is drawn in place, so every stage would have to draw it."""
+    """All layers share noise that is drawn into a tensor that depends on the input, so every stage would draw it."""
     write_model(here, MODEL + _NOISY, name="bad.py")
     done = refused(capsys, here, "profile", "bad.py", *FAST)
     assert 'the model (Noisy) cannot be cut: after "layers.0": random numbers are drawn' in done.error
