@@ -17,6 +17,7 @@ from planner.core.cost.costs import costs_at
 from planner.model.load import load_model
 from tests.support.cli import write_model
 from tests.support.measure import profile_of_model
+from tests.support.ports import free_port
 from tests.support.processes import wait_for, write_script
 from tests.support.ranks import run_ranks
 from tests.support.training import ROOT, Case, predicted_peaks, write_balance
@@ -50,9 +51,7 @@ def test_two_nodes_have_the_losses_of_one_node(tmp_path: Path) -> None:
     write_balance(case, tmp_path / "balance.yaml")
     write_model(tmp_path, SCRIPT, "train.py")
     run_ranks(2, ["train.py", "--report", "one.json"], tmp_path)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--local-addr", "127.0.0.1"]
     nodes = [
@@ -85,9 +84,7 @@ def test_a_lost_node_rejoins_the_run(tmp_path: Path) -> None:
     write_script(Case(model=model, balance=(2, 3), batch=8, micro_batches=4), tmp_path)
     steps = ("train.py", "--steps", "10", "--checkpoint-every", "4")
     run_ranks(2, [*steps, "--report", "whole.json"], tmp_path)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     arguments = (*steps, "--checkpoint", "saved", "--resume", "auto", "--report", "lost.json")
     nodes = [_node(port, tmp_path, arguments, "first")]
     wait_for(lambda: _listens(port))  # who comes first holds the rendezvous, and is not the one that is lost

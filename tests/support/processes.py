@@ -2,7 +2,6 @@
 
 import re
 import signal
-import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Self
 
+from tests.support.ports import free_port
 from tests.support.ranks import ForkedProcess
 from tests.support.training import Case, write_balance
 
@@ -46,9 +46,7 @@ class Job:
     """
 
     def __init__(self, count: int, arguments: Sequence[str], folder: Path, **environment: str) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         common = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **environment}
         self._folder, self._name = folder, f"job-{port}"
         self.processes = []

@@ -10,7 +10,6 @@ import json
 import os
 import runpy
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
+
+from tests.support.ports import free_port
 
 __all__ = ["EndedRanks", "ForkedProcess", "end_ranks", "run_ranks"]
 
@@ -189,9 +190,7 @@ def _run(
 ) -> dict[str, object]:
     """Return exit codes, and the ranks that failed by themselves; if this `kills`, the others are ended with them."""
     os.chdir(folder)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     common = {**environment, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1"}
     ranks = {}
     for rank in range(count):
