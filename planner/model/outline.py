@@ -33,7 +33,7 @@ from planner.model.nests import flatten, unflatten
 from planner.model.recorder import record
 from planner.model.recording import END, FunctionResult, Recording
 from planner.model.refusals import explain_error
-from planner.model.seeding import preserve_torch_generators
+from planner.model.seeding import seeded_draws
 from planner.model.spans import (
     assign_unread_tensors,
     layer_names,
@@ -237,8 +237,7 @@ def _recorded(
     size: int,
     loss_of: Callable[[int], Callable[[Any], object]] | None = None,
 ) -> Recording:
-    with preserve_torch_generators():
-        torch.manual_seed(0)  # equal data in every process, for equal digests
+    with seeded_draws(0):  # equal data in every process, for equal digests
         inputs = example_inputs(size)
         loss = None if loss_of is None else loss_of(size)
     try:

@@ -32,7 +32,7 @@ from planner.model.operators import OperatorWatch, depends_on_values, written_te
 from planner.model.recording import END, CarriedState, FunctionResult, ModuleCall, RecordedOperator, Recording
 from planner.model.refusals import explain_refusals
 from planner.model.regions import RegionFinder, without_reentrant_checkpointing
-from planner.model.seeding import host_generator_states, preserve_torch_generators, seed_python_and_numpy
+from planner.model.seeding import host_generator_states, seeded_draws
 from planner.model.variables import undo_variable_changes
 
 
@@ -56,10 +56,8 @@ def record(model: nn.Module, inputs: Any, *, loss_of: Callable[[Any], object] | 
     with ExitStack() as stack:
         stack.enter_context(undo_variable_changes(model))
         stack.enter_context(without_shape_log())
-        stack.enter_context(preserve_torch_generators())
         # Random choices, such as skipped layers, are the same in each recording.
-        torch.manual_seed(0)
-        stack.enter_context(seed_python_and_numpy(0))
+        stack.enter_context(seeded_draws(0))
         stack.enter_context(parameters_as_ghosts(model) if ghosts else copy_buffers_temporarily(model))
         recorder.note_model(model)
         recorder.note_inputs(inputs)

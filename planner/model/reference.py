@@ -46,7 +46,7 @@ from planner.model.precision import convert_if_needed
 from planner.model.python_state import numbers_in_attributes, numbers_in_user_files, without_leftover_tensors
 from planner.model.reference_norms import whole_mini_batch_statistics
 from planner.model.reference_state import END, ReferenceState, initial_state, state_after_backward, state_after_update
-from planner.model.seeding import host_generator_states, layer_seed, preserve_torch_generators, seed_host, seed_process
+from planner.model.seeding import host_generator_states, layer_seed, seed_host, seed_process, seeded_draws
 from planner.model.shortened import SkippedModule, shorten_model
 
 _LOSS_SCALE = 2.0**16
@@ -206,8 +206,7 @@ def mini_batch(loaded: LoadedModel, options: ReferenceOptions, step: int) -> Bat
         options: Options of the loop.
         step: Index of the step.
     """
-    with preserve_torch_generators():
-        torch.manual_seed(options.seed * 1_000_003 + step)
+    with seeded_draws(options.seed * 1_000_003 + step):
         return loaded.example_batch(options.micro_batches * options.micro_batch_size)
 
 

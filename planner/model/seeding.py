@@ -42,16 +42,19 @@ def seed_host(seed: int) -> None:
 
 
 @contextmanager
-def seed_python_and_numpy(seed: int) -> Iterator[None]:
-    """Seed Python's and NumPy's generators in the `with` block, and restore their states afterwards."""
+def seeded_draws(seed: int) -> Iterator[None]:
+    """Seed the generators of torch, Python and NumPy in the `with` block, and restore their states afterwards.
+
+    In the block, a user's function such as `example_batch` returns the same values in every process.
+    """
     states = random.getstate(), np.random.get_state(legacy=False)
-    random.seed(seed)
-    np.random.seed(seed % (1 << 32))
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
+    with preserve_torch_generators():
+        seed_process(seed)
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
 
 
 def preserve_torch_generators() -> AbstractContextManager[None]:

@@ -16,6 +16,7 @@ RIGHT = (
     "optimizers:layerwise_rates_by_position",
     "ties:numpy_values_unseeded",
     "random:mixup_in_forward",
+    "random:batch_of_python_and_numpy",
     "losses:ignore_index_counted",
     "structures:dict_inputs_dataclass_outputs",
     "modules:prepare_qat",

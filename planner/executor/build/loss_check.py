@@ -28,7 +28,6 @@ from planner.device.machine import available_bytes
 from planner.executor.build.building import accumulated_leaf_ids
 from planner.executor.run.losses import loss_counts
 from planner.executor.run.parts import micro_batches_of
-from planner.executor.run.random_state import keeping_random_state
 from planner.executor.run.stage_module import evaluation_mode
 from planner.model.batch_norm import uses_batch_in_evaluation
 from planner.model.calling import arguments_of
@@ -38,6 +37,7 @@ from planner.model.load import Batch, LoadedModel, to_device
 from planner.model.module_tensors import copy_buffers_temporarily, parameters_as_ghosts
 from planner.model.nests import flatten, tensors_in, unflatten
 from planner.model.operators import OperatorWatch
+from planner.model.seeding import seed_process, seeded_draws
 from planner.model.variables import undo_variable_changes
 
 _SAMPLES: Final = (4, 2)
@@ -115,8 +115,7 @@ def check_loss(loaded: LoadedModel) -> CheckedLoss:
         ModelError: `loss_fn` reads parameters of the model or tensors that `forward` does not return, or `loss_count`
             does not return a valid number.
     """
-    with keeping_random_state():
-        torch.manual_seed(0)
+    with seeded_draws(0):
         try:
             return _checked(loaded)
         except RefusedLossError:
@@ -346,7 +345,7 @@ def _rounding_tolerance(dtype: torch.dtype) -> float:
 
 
 def _loss(loaded: LoadedModel, model: nn.Module, batch: Batch, *, seed: int) -> float:
-    torch.manual_seed(seed)
+    seed_process(seed)
     with torch.no_grad():
         output, targets = _output_of(model, batch)
     # Check with real values, because a loss that reads values could not be checked with tensors without values.

@@ -32,6 +32,7 @@ from planner.model.nests import flatten, tensors_in
 from planner.model.operators import OperatorWatch
 from planner.model.python_state import TENSOR, numbers_in_user_files, variables_read, without_leftover_tensors
 from planner.model.refusals import control_flow_error
+from planner.model.seeding import seed_process
 from planner.model.stage import ModelStage
 
 _DEVICE = torch.device("cpu")
@@ -148,7 +149,7 @@ class _RepeatedForwards:
         )
 
     def _forward(self, check: Callable[[int, int], None]) -> "_ForwardObservations":
-        torch.manual_seed(self._forward_index[0])
+        seed_process(self._forward_index[0])
         batch = self._loaded.example_batch(_SAMPLES)
         value, seen = batch.inputs, _ForwardObservations()
         seen.trained += [p.requires_grad for module in self._modules for p in module.parameters()]

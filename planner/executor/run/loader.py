@@ -20,7 +20,7 @@ from planner.core.errors import ModelError, UsageError
 from planner.executor.run.placement import ProcessPlace
 from planner.executor.run.random_state import HostRandomStates, SeparateRandomStates
 from planner.model.load import Batch, LoadedModel
-from planner.model.seeding import preserve_torch_generators
+from planner.model.seeding import seeded_draws
 
 _SAMPLERS = ("", "sampler", "batch_sampler", "batch_sampler.sampler")
 
@@ -68,8 +68,7 @@ def example_mini_batch(model: LoadedModel, batch: int, *, seed: int, step: int) 
         seed: Seed of the run.
         step: Index of the step.
     """
-    with preserve_torch_generators():
-        torch.manual_seed(seed * 1_000_003 + step)
+    with seeded_draws(seed * 1_000_003 + step):
         return model.example_batch(batch)
 
 

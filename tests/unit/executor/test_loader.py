@@ -19,7 +19,8 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampl
 from planner.core.errors import UsageError
 from planner.executor import Pipeline
 from planner.executor.checkpoints import Checkpoints
-from planner.executor.run.loader import ResumableLoader, seeded_batches
+from planner.executor.run.loader import ResumableLoader, example_mini_batch, seeded_batches
+from planner.model.load import load_module
 from tests.support.cli import MODEL
 from tests.unit.executor.test_checkpoint import GROUPS
 from tests.unit.executor.test_pipeline import balance_of
@@ -195,3 +196,19 @@ def test_no_batch_is_held_while_it_is_used() -> None:
         del pair
         gc.collect()
         assert held() is None
+
+
+def test_example_batches_depend_on_the_seed_and_the_step_only() -> None:
+    def example_batch(size: int) -> tuple[Tensor, Tensor]:
+        numpy = torch.from_numpy(np.random.rand(size, 4)).float()
+        return torch.rand(size, 4) + numpy, torch.full((size,), random.random())
+
+    model = load_module(torch.nn.Linear(4, 4), example_batch=example_batch, loss_fn=torch.nn.functional.mse_loss)
+    state = random.getstate()
+    first = example_mini_batch(model, 2, seed=3, step=1)
+    assert random.getstate() == state
+    random.random()
+    for step, is_equal in ((1, True), (2, False)):
+        other = example_mini_batch(model, 2, seed=3, step=step)
+        assert torch.equal(first.inputs, other.inputs) == is_equal
+        assert torch.equal(first.targets, other.targets) == is_equal

@@ -92,6 +92,15 @@ def example_batch(n):
     x = torch.randn(n, 7, 4)
     return x, x.clone()
 """,
+    "batch_of_python_and_numpy": """
+def example_batch(n):
+    x = torch.from_numpy(np.random.randn(n, D)).float()
+    x[:, random.randrange(D)] = 0
+    return x, torch.tanh(x.flip(1))
+
+def build_model():
+    return nn.Sequential(*(Block() for _ in range(4)))
+""",
     "own_torch_generator": """
 class Noise(nn.Module):
     def __init__(self, seed):
