@@ -4,7 +4,6 @@ import codecs
 import io
 import sys
 import traceback
-from collections.abc import Collection
 from importlib import import_module
 from typing import Annotated
 
@@ -25,11 +24,23 @@ _HELP = """Plan pipeline-parallel training: cut a model into stages, and a batch
   gpipe-plan verify                       compare a run with the prediction
 """
 
-_COMMANDS = (
-    *("profile", "profile-links", "solve", "emit", "check", "verify", "explain", "show", "explore", "compare"),
-    *("sweep", "export", "schema"),
-)
-"""Names of the commands; each is a function in the module of its name, with an underscore for the dash."""
+COMMANDS = {
+    "profile": "Measure time and memory of every layer, at several micro-batch sizes.",
+    "profile-links": "Measure latency and bandwidth between neighboring processes; start it with torchrun.",
+    "solve": "Find the fastest plan that fits: cuts, micro-batches, schedule and recomputation.",
+    "emit": "Write balance.yaml and train.py, or the plan in another engine's format.",
+    "check": "Check if a plan still fits.",
+    "verify": "Run a plan and compare it with its prediction.",
+    "explain": "Explain findings of `gpipe-plan check`: meaning, importance and remedy.",
+    "show": "Show tables and pictures of a file: stages, memory, timeline.",
+    "explore": "Write an interactive report with adjustable cuts, schedule and memory limits.",
+    "compare": "Compare plans, for example for other memory limits, devices or schedules.",
+    "sweep": "Find the best plan for every number of devices and memory limit.",
+    "export": "Write the weights of a checkpoint as one state dict of the unpartitioned model.",
+    "schema": "Print the JSON Schema of a kind of file.",
+}
+"""Commands and first sentences of their help. Each is a function in the module of its name, with an underscore for the
+dash. The list of commands in `gpipe-plan --help` imports none of them."""
 
 
 _WIDEST_HELP = 140
@@ -68,7 +79,10 @@ def _options(
 
 
 def app_for(arguments: list[str]) -> typer.Typer:
-    """Return the application with the commands that `arguments` need, because importing all commands is slow."""
+    """Return the application with the commands that `arguments` need, because importing all commands is slow.
+
+    Without arguments, it has all commands: shells complete command lines this way.
+    """
     # Plain text: rich's boxes wrap messages, and color the help even in pipes on CI machines.
     app = typer.Typer(
         name="gpipe-plan",
@@ -79,16 +93,19 @@ def app_for(arguments: list[str]) -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": _WIDEST_HELP},
     )
     app.callback()(_options)
-    for name in _needed(arguments[0]):
-        python_name = name.replace("-", "_")
-        app.command(name, cls=SectionedCommand)(getattr(import_module(f"planner.cli.{python_name}"), python_name))
+    first = arguments[0] if arguments else ""
+    if first in ("--help", "-h"):
+        for name, summary in COMMANDS.items():
+            app.command(name, help=summary)(_list_only)
+    elif first != "--version":
+        for name in (first,) if first in COMMANDS else COMMANDS:
+            python_name = name.replace("-", "_")
+            app.command(name, cls=SectionedCommand)(getattr(import_module(f"planner.cli.{python_name}"), python_name))
     return app
 
 
-def _needed(word: str) -> Collection[str]:
-    if word == "--version":
-        return ()
-    return (word,) if word in _COMMANDS else _COMMANDS
+def _list_only() -> None:
+    """Stand for a command in the list of commands; typer never calls it."""
 
 
 def run(arguments: list[str]) -> int:
@@ -105,13 +122,14 @@ def run(arguments: list[str]) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="gpipe-plan")
     debug = "--debug" in arguments
-    arguments = [word for word in arguments if word != "--debug"] or ["--help"]
+    arguments = [word for word in arguments if word != "--debug"]
     try:
         code = _code_of(arguments)
     except PlannerError as error:
         code = _code_after(console, error, error.exit_code, debug=debug)
     except TyperException as error:
-        console.error(usage_error_of(error, arguments, arguments[0] if arguments[0] in _COMMANDS else ""))
+        command = next((word for word in arguments[:1] if word in COMMANDS), "")
+        console.error(usage_error_of(error, arguments, command))
         code = ExitCode.ERROR
     except (SystemExit, BrokenPipeError):
         # typer exits this way if the reader of its help has closed the pipe, which is no error.
@@ -126,7 +144,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _code_of(arguments: list[str]) -> int | None:
-    code: int | None = app_for(arguments)(arguments, prog_name="gpipe-plan", standalone_mode=False)
+    code: int | None = app_for(arguments)(arguments or ["--help"], prog_name="gpipe-plan", standalone_mode=False)
     if code == ExitCode.INTERRUPTED:  # typer's code for Ctrl-C within a command
         raise KeyboardInterrupt
     return code

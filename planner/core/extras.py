@@ -10,7 +10,6 @@ Code that needs an extra imports the extra's packages within `importing`. Before
 extra.
 """
 
-import ctypes
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -134,6 +133,8 @@ def discarding_stdout() -> Iterator[None]:
     try:
         yield
     finally:
+        import ctypes  # noqa: PLC0415 - only searches with HiGHS need it
+
         ctypes.CDLL(None).fflush(None)  # writes C's output buffers
         os.dup2(kept, 1)
         os.close(kept)

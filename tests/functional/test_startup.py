@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.main import get_command
 
 from planner import files
 from planner.__main__ import main
+from planner.cli.main import COMMANDS, app_for
 from planner.core.values.plan import Inputs, ProfileReference
 from planner.core.values.profile import Model
 from planner.solve import Request, solve
@@ -36,7 +38,7 @@ HELP = (
 )
 UNUSED = {
     ("--version",): (*HELP, "planner.api.options"),
-    ("--help",): HELP,
+    ("--help",): (*HELP, "planner.api", "planner.core.values.profile"),
     ("check", "--help"): HELP,
     ("solve", "--help"): HELP,
     # Importing all of pydantic takes longer than the check itself.
@@ -151,6 +153,30 @@ def test_python_dash_m_planner_equals_the_command(here: Path) -> None:
     assert spawn(["check"], here).code == 0
     assert spawn(["check", "--mem", "1B"], here).code == 1
     assert spawn(["check", "missing.yaml"], here).code == 2
+
+
+def test_list_of_commands_has_the_first_sentences_of_their_help() -> None:
+    commands = get_command(app_for([])).commands
+    assert {name: command.get_short_help_str(limit=200) for name, command in commands.items()} == COMMANDS
+
+
+def test_shells_complete_options_of_commands(here: Path) -> None:
+    """The command line to complete is in variables, not in the arguments."""
+    completed = subprocess.run(
+        [sys.executable, "-m", "planner"],
+        cwd=here,
+        env={
+            **environment(),
+            "_GPIPE_PLAN_COMPLETE": "complete_bash",
+            "COMP_WORDS": "gpipe-plan solve --dev",
+            "COMP_CWORD": "2",
+        },
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert completed.stdout.split() == ["--devices"]
 
 
 def test_the_console_script_is_installed() -> None:
