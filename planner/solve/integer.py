@@ -32,11 +32,11 @@ The backward visits stages from the last to the first. At most one chosen arc be
     D_i >= D_{i+1} + sum_{first = i} (q + C)                  micro-batch M-1 does not wait,
     D_i >= A_{i+1} + sum_{first = i} (p + q + C) + X_i        or it waits for earlier micro-batches at the stage,
     D_i >= A_{i+1} + sum_{first = i} (p + 2 C) + Z_i          or at the link
+    D   >= sum (min(p, q) + C) + (M-1) max(p, C)              implied, but makes HiGHS several times faster
     U   >= sum_{first = i} o - sum_{end <= i} h - 2 sum_{first <= i} C     for every i
 
-PuLP states the program, and HiGHS solves it. Times are scaled so that a step is about 1000.
-
-Complexity: exponential in the worst case. Chains of 50 layers on 4 devices take seconds.
+PuLP states the program, and HiGHS solves it. Times are scaled so that a step is about 1000. Complexity: exponential in
+the worst case. Chains of 50 layers on 4 devices take seconds.
 """
 
 import warnings
@@ -75,10 +75,7 @@ def search_integer_program(case: Case, *, upper_us: float = inf, deadline: Deadl
         SolverError: The program is too large, or its solver failed.
         OutOfTimeError: `deadline` passed before a partition was found.
     """
-    arcs = _Arcs(
-        case,
-        max_stage_layers(case.costs, longest_us=case.longest_stage_us(upper_us), limit_bytes=max(case.limits_bytes)),
-    )
+    arcs = _Arcs(case, longest_us=case.longest_stage_us(upper_us))
     if not len(arcs.first):
         return Answer(case, None, inf, upper_us, _METHOD)
     if np.sum(arcs.end - arcs.first) > _MAX_TERMS:
@@ -92,8 +89,8 @@ def search_integer_program(case: Case, *, upper_us: float = inf, deadline: Deadl
         unit_us = case.bound_us / _SCALED_STEP or 1.0
         program = _IntegerProgram(pulp, arcs, unit_us)
         limit_s = max(0.1, deadline.left_s) if deadline.is_limited else None
-        exact = {"gapRel": 0.0, "gapAbs": 0.0, "mip_feasibility_tolerance": 1e-9}
-        program.lp.solve(pulp.HiGHS(msg=False, timeLimit=limit_s, **exact))
+        highs = pulp.HiGHS(msg=False, timeLimit=limit_s, gapRel=0.0, gapAbs=0.0, mip_feasibility_tolerance=1e-9)
+        program.lp.solve(highs)
     if program.lp.status == pulp.LpStatusInfeasible:
         return Answer(case, None, inf, upper_us, _METHOD)
     if program.lp.sol_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
@@ -108,26 +105,24 @@ def search_integer_program(case: Case, *, upper_us: float = inf, deadline: Deadl
         bound_us = float(program.lp.solverModel.getInfo().mip_dual_bound) * unit_us
         return Answer(case, partition, found_us, min(found_us, upper_us, bound_us), _METHOD)
     if abs(objective_us - found_us) > _EQUAL * found_us:
-        raise SolverError(
-            f"the integer program computed {objective_us} us for its plan, but the plan takes {found_us} us"
-        )
+        raise SolverError(f"the integer program computed {objective_us} us for a plan that takes {found_us} us")
     return Answer(case, partition, found_us, min(found_us, upper_us), _METHOD)
 
 
 class _Arcs:
     """Possible stages as arcs from their first layer to their end; one array entry per arc, times in microseconds."""
 
-    def __init__(self, case: Case, width: int) -> None:
+    def __init__(self, case: Case, *, longest_us: float) -> None:
         self.num_layers, self.num_places = case.costs.num_layers, case.num_devices
         self.micro_batches, self.is_ordered = case.micro_batches, not case.is_homogeneous
+        width = max_stage_layers(case.costs, longest_us=longest_us, limit_bytes=max(case.limits_bytes))
         problem = case.chain_problem(case.num_devices, width=width)
-        ends = np.arange(self.num_layers + 1)
         # If devices are equal, the same arcs are used for every place in the pipeline.
         places = [0] if case.is_homogeneous else list(range(case.num_devices))
         columns: list[list[Any]] = []
         for place in places:
             level = case.num_devices - 1 - place
-            stages = StageTimeArrays.of_variants([problem.stages(level, 0, ends)])
+            stages = StageTimeArrays.of_variants([problem.stages(level, 0, np.arange(self.num_layers + 1))])
             at = stages.select(*np.nonzero(np.isfinite(stages.forward)))
             before = np.where(at.first > 0, problem.links[level + 1].on_link_us[at.first], 0.0)
             times = (at.forward, at.backward, at.last_backward, before, at.own_us, at.slack_us - 2 * at.link)
@@ -137,8 +132,6 @@ class _Arcs:
             joined = [column[(joined[0] == 0) == (joined[1] == 0)] for column in joined]
         self.place, self.first, self.end, self.choice = joined[:4]
         self.forward, self.backward, self.last_backward, self.link, self.optimizer, self.hidden = joined[4:]
-        if self.micro_batches == 1:
-            self.backward = self.last_backward
 
 
 class _IntegerProgram:
@@ -149,13 +142,11 @@ class _IntegerProgram:
         self._y = [pulp.LpVariable(f"y{n}", cat=pulp.LpBinary) for n in range(len(arcs.first))]
         self.lp = pulp.LpProblem("gpipe", pulp.LpMinimize)
         self._state_path()
-        everywhere = np.ones(len(arcs.first), dtype=bool)
-        forward = self._sum(everywhere, arcs.forward + arcs.link)
+        forward = self._sum(arcs.first >= 0, arcs.forward + arcs.link)
         self.lp += forward + self._largest(np.maximum(arcs.forward, arcs.link)) + self._backward() + self._tail()
 
     def chosen_arcs(self) -> list[int]:
-        chosen = [n for n, variable in enumerate(self._y) if (variable.varValue or 0.0) > 0.5]
-        return sorted(chosen, key=lambda n: int(self._arcs.first[n]))
+        return [n for n in np.argsort(self._arcs.first) if (self._y[n].varValue or 0.0) > 0.5]
 
     def _state_path(self) -> None:
         arcs, ones = self._arcs, np.full(len(self._arcs.first), self._unit_us)
@@ -186,9 +177,7 @@ class _IntegerProgram:
     def _backward(self) -> Any:
         arcs, waits = self._arcs, max(0, self._arcs.micro_batches - 2)
         p, q, c = arcs.backward, arcs.last_backward, arcs.link
-        work: Any = 0
-        done: Any = 0
-        most: Any = 0
+        work = done = most = self._pulp.LpAffineExpression()
         for layer in reversed(range(arcs.num_layers)):
             at = arcs.first == layer
             at_stage = self._time(f"X{layer}", most, self._sum(at, waits * p))
