@@ -34,18 +34,16 @@ class Deadline:
     ends_s: float
     """End time in seconds of `time.monotonic`; infinite without a limit."""
     most_actions: int | None = None
-    """Number of actions that a search may simulate; the time to compute tables is charged as actions. None: a default
-    number, which takes some seconds to simulate; tables are then free."""
+    """Limit on simulated actions, including the time to compute tables, counted as actions. None: a default limit."""
     least_us: float = 0.0
     """Lower bound of the step time of all plans of the request; reported to the observer."""
     best_us: float = inf
-    """Step time of the best plan of the request so far. A search may stop at a lower bound of this time, even if it
-    must only beat a longer one."""
+    """Step time of the best plan of the request so far. A search ends when its lower bound reaches this time."""
     watch: SearchObserver = UNWATCHED
 
     @classmethod
     def after(cls, limit_s: float | None, watch: SearchObserver = UNWATCHED) -> "Deadline":
-        """Return a deadline `limit_s` seconds from now; None means no limit. `watch` may stop the search earlier."""
+        """Return a deadline `limit_s` seconds from now, or without a time limit if `limit_s` is None."""
         return cls(ends_s=inf if limit_s is None else time.monotonic() + limit_s, watch=watch)
 
     @property
@@ -59,7 +57,7 @@ class Deadline:
         return -inf if self.watch.is_stopped() else self.ends_s - time.monotonic()
 
     def share(self, part: float) -> "Deadline":
-        """Return the deadline at which a fraction (`part`) of the remaining time has passed; `self` without a limit."""
+        """Return a deadline after the fraction `part` of the remaining time; `self` if there is no time limit."""
         return replace(self, ends_s=time.monotonic() + part * max(0.0, self.left_s)) if self.is_limited else self
 
     def note(self, step_us: float, schedule: ScheduleName) -> None:

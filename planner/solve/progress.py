@@ -39,8 +39,8 @@ class SimulationBudget:
     A batch of partitions is charged like one partition, because its simulation takes about as long.
 
     Args:
-        most_actions: Limit on simulated actions; the time to compute tables is charged as actions. None: a default
-            limit, which takes some seconds to simulate; tables are then free.
+        most_actions: Limit on simulated actions, including the time to compute tables, counted as actions. None: a
+            default limit, without the time to compute tables.
     """
 
     def __init__(self, most_actions: int | None) -> None:
@@ -54,10 +54,11 @@ class SimulationBudget:
         return self._most_actions - self.spent
 
     def try_reserve(self, actions: int, tables: int) -> bool:
-        """Return True if the budget suffices to compute tables of stage times and then simulate `actions` actions.
+        """Charge the budget for tables of stage times; return False if the budget is too small.
 
-        If so, the tables are charged to the budget at once, and the actions when they are simulated. `tables` is the
-        computing time of the tables, as the number of actions that take as long to simulate.
+        Args:
+            actions: Number of actions that the caller will simulate. They are charged when they are simulated.
+            tables: Time to compute the tables, counted as simulated actions.
         """
         if not self.is_bounded:
             return True
@@ -99,7 +100,7 @@ class Progress:
     def simulate(
         self, evaluator: Evaluator, cuts: IntArray, choices: IntArray, layers_us: FloatArray | None = None
     ) -> FloatArray:
-        """Simulate partitions, count the actions, and return the step times in microseconds.
+        """Simulate partitions, charge the budget, and return the step times in microseconds.
 
         Args:
             evaluator: Evaluator for the partitions' number of devices.

@@ -49,7 +49,7 @@ _ROUNDING = 1 + 1e-9
 
 
 class _Box(NamedTuple):
-    """Plans whose largest forward and backward times are between the limits `least` and `most`."""
+    """Plans whose largest forward and backward times are between `least` and `most`."""
 
     bound_us: float
     """Lower bound of the step times in the box; boxes are sorted by it."""
@@ -69,7 +69,7 @@ class BottleneckSearch:
     """Search for the fastest partition of a chain under GPipe.
 
     Args:
-        problem: The layers, and tables of all stages that a partition may have.
+        problem: Layers, and tables of the stages that a partition may have.
         micro_batches: Number of micro-batches.
         deadline: Time limit, after which `OutOfTimeError` is raised.
     """

@@ -1,16 +1,15 @@
 """Exact search over the cuts of a chain for a given number of micro-batches: a dynamic program with bounds.
 
 The search adds stages from the last to the first, as backward visits them. A partial plan has stages for the layers
-i..L-1. It is described by a few numbers (`recurrences.py`), for example its longest backward time. These numbers and
-the stages before layer i determine the step time of a complete plan; under 1F1B, a lower bound. Among partial plans
-with the same first layer and number of stages, the search keeps only those that no other one dominates. Three rules
-keep their number small:
+i..L-1. A few numbers describe a partial plan (`recurrences.py`), for example its longest backward time. The step time
+of a complete plan follows from these numbers and the stages before layer i. (Under 1F1B, only a lower bound follows.)
+Among partial plans with the same first layer and number of stages, the search drops dominated ones. Three rules keep
+the number of partial plans small:
 
 - A partial plan is dropped if its lower bound does not beat the best complete plan. The bound consists of the times of
   its stages, the work of the earlier layers, and the smallest possible bottlenecks of the earlier layers.
-- A bottleneck is the largest forward or backward time of any stage or link. Before partial plans are compared, their
-  bottlenecks are raised to the smallest value that a complete plan can have. Plans that differ only below this value
-  become equal.
+- A bottleneck is the largest forward or backward time of any stage or link. If the bottleneck of a partial plan is
+  below the lower bound for all complete plans, the search replaces it by this bound. More partial plans are then equal.
 - The tables leave out stages that are so long that no plan with such a stage can beat the best plan found so far
   (`max_stage_layers`).
 
@@ -39,13 +38,13 @@ from planner.solve.space.prefixes import MOST_CANDIDATES, PrefixBounds
 from planner.solve.space.problem import ChainProblem, StageTimeArrays
 
 RELATIVE = 1e-12
-"""Relative difference above which a number counts as better; sums in another order differ by less, by rounding."""
+"""Relative difference above which a number counts as better. Rounding errors are smaller."""
 
 SLACKS = (1.01, 1.05, 1.1, 1.25)
 """Limits on the step time of a first plan, as multiples of the lower bound."""
 
 _MORE_LABELS = 8
-"""Number of partial plans kept of each first layer, in the search before the exact search."""
+"""Number of partial plans kept for each first layer in the search before the exact search."""
 
 
 class ChainCuts(NamedTuple):
@@ -55,22 +54,22 @@ class ChainCuts(NamedTuple):
     cuts: tuple[int, ...]
     choices: tuple[int, ...]
     rank: tuple[float, ...]
-    """Values by which partitions are compared, such as the step time, the most important first; smaller is better."""
+    """Values that rank partitions, such as the step time, the most important first; smaller is better."""
 
 
 class _PartialPlans(NamedTuple):
-    """Partial plans with the same number of stages. The last dimension of each array is the partial plan."""
+    """Partial plans with the same number of stages. The last axis of each array has one entry per partial plan."""
 
     first: IntArray
     parent: IntArray
-    """Index of the partial plan without the first stage, among those with one stage less."""
+    """Index of the partial plan without its first stage, among the partial plans with one stage less."""
     choice: ChoiceArray
     numbers: FloatArray
-    """Numbers of each partial plan, one row per number (`recurrences.py`)."""
+    """Times from which `Recurrence` computes step times, such as the longest forward time; shape (numbers, plans)."""
     bound: FloatArray
     """Lower bound of the step time of every complete plan that contains the partial plan."""
     rank: FloatArray
-    """Lower bounds of `ChainCuts.rank` for complete plans that contain the partial plan; one row per ranking value."""
+    """Lower bounds of the values in `ChainCuts.rank`, for complete plans that contain the partial plan."""
 
     def take(self, index: IndexArray) -> "_PartialPlans":
         fields: list[Any] = [field.take(index, axis=-1) for field in self]
@@ -86,8 +85,8 @@ class CutDynamicProgram:
     """Dynamic program that finds the best cuts of a chain for one schedule.
 
     Args:
-        problem: The layers, and tables of all stages that a partition may have.
-        recurrence: Rule to add a stage to partial plans under the schedule, for example `GPipeRecurrence`.
+        problem: Layers, and tables of the stages that a partition may have.
+        recurrence: Recurrence of the schedule, for example `GPipeRecurrence`.
         deadline: Time limit, after which `OutOfTimeError` is raised.
     """
 
@@ -95,7 +94,7 @@ class CutDynamicProgram:
         self.problem = problem
         self.recurrence = recurrence
         self.is_exhaustive = True
-        """True if the last run dropped no partial plan because of a limit on their number."""
+        """False if a limit on the number of partial plans may have changed the last result."""
         self._deadline = deadline
         self._work = (problem.sums.forward_us + problem.sums.backward_us) / problem.highest_speed
         self._own_us = float(problem.sums.own_us(np.array([0]), np.array([1]), problem.highest_speed)[0])
@@ -109,10 +108,7 @@ class CutDynamicProgram:
         return float(self.recurrence.bound_us(tuple(empty.numbers), earlier)[0])
 
     def least_values(self) -> dict[str, float]:
-        """Return lower bounds that hold for all partitions, by the names in `Recurrence.needs`.
-
-        For example, no partition has a longest forward time below the value of `forward`.
-        """
+        """Return lower bounds that hold for all partitions, for example of the longest forward time (key `forward`)."""
         return {name: float(tables[-1][self.problem.num_layers]) for name, tables in self._least.items()}
 
     def find_best(self, *, upper_us: float = np.inf) -> ChainCuts | None:
@@ -133,7 +129,7 @@ class CutDynamicProgram:
         Args:
             bound_us: Lower bound of the step time, in microseconds.
             upper_us: Step time to beat, in microseconds.
-            slacks: Limits of the step time to try one after the other, as multiples of the lower bound.
+            slacks: Limits of the step time to try in turn, as multiples of `bound_us`.
         """
         for slack in slacks:
             allowed_us = min(upper_us, bound_us * slack)
@@ -151,18 +147,15 @@ class CutDynamicProgram:
         most_per_count: float = np.inf,
         enough_in_all: float = 0,
     ) -> ChainCuts | None:
-        """Return the partition with the smallest rank that is faster than `upper_us`; None if there is none.
-
-        A rank is a tuple of numbers, such as the step time (`Recurrence.ranking_bounds`).
+        """Return the partition of smallest `ChainCuts.rank` among those faster than `upper_us`; None if there is none.
 
         Args:
             upper_us: Step time to beat, in microseconds.
-            most_plans: Number of partial plans to keep for each first layer; None for all. With a limit, the result may
-                not be the best partition.
-            best_rank: Rank that the partition's rank must be smaller than; None for no limit.
-            most_per_count: Number of partial plans with the same number of stages, above which the search stops if
-                it also has more than `enough_in_all`. `CutDynamicProgram.is_exhaustive` is then False.
-            enough_in_all: Number of partial plans in total.
+            most_plans: Number of partial plans to keep for each first layer; None for all. With a number, the search
+                may miss the best partition.
+            best_rank: Rank to beat; None for any rank.
+            most_per_count: Limit on partial plans with equally many stages.
+            enough_in_all: Limit on all partial plans. The search stops when both limits are exceeded.
         """
         levels = [self._root()]
         best: ChainCuts | None = None
@@ -190,7 +183,7 @@ class CutDynamicProgram:
     def partitions_below(self, upper_us: float, most: int) -> tuple[list[ChainCuts], bool]:
         """Return partitions whose lower bound is below `upper_us`, and True if the list is complete.
 
-        For each number of stages, at most `most` partial plans are kept: the ones with the smallest lower bounds.
+        The search keeps at most `most` partial plans for each number of stages.
         """
         levels = [self._root()]
         partitions: list[ChainCuts] = []
@@ -314,7 +307,7 @@ class CutDynamicProgram:
 
 
 def just_below(upper_us: float) -> float:
-    """Return `upper_us` minus a tolerance for rounding: times below it are really shorter than `upper_us`."""
+    """Return `upper_us` minus a tolerance for rounding errors."""
     return upper_us * (1 - RELATIVE) if np.isfinite(upper_us) else upper_us
 
 

@@ -24,30 +24,27 @@ _EQUAL = 1e-9
 _FEW_LABELS = 4
 
 _MOST_TO_TELL_APART = 150_000
-"""Number of layers times stages above which ties are broken only among the most promising plans."""
+"""Number of layers times stages, above which only the most promising of equally fast plans are compared."""
 
 _MOST_TIED_LABELS = 3000
-"""Number of partial plans of one stage count above which ties are not broken."""
+"""Number of partial plans with equally many stages, above which equally fast plans are not compared."""
 
 _FIRST_WINDOW = 1.5
-"""Time of the longest stage in the first, narrowest tables, as a multiple of an even share of the work."""
+"""Longest stage time in the first tables, as a multiple of the mean work of a device."""
 
 
 @dataclass(slots=True)
 class TableWidth:
-    """Largest number of layers of a stage in the tables of `case`. The search increases it."""
+    """Width of the stage tables of a case: their largest number of layers per stage. A search widens the tables."""
 
     case: Case
     width: int = 0
     _longest_us: float = 0.0
 
     def widen(self, upper_us: float) -> bool:
-        """Increase the width, or return False if the tables have every stage of any plan faster than `upper_us`.
-
-        The tables have all stages whose time is below a limit. The first call sets a low limit. A later call doubles
-        the limit if `upper_us` is infinite. Otherwise it sets the limit so that the tables have all stages of plans
-        faster than `upper_us`.
-        """
+        """Increase the width. Return False if no wider table is needed to find all plans faster than `upper_us`."""
+        # The tables have the stages whose time is below a limit. The first call sets a low limit. With an infinite
+        # `upper_us`, later calls double it; otherwise they set it to the longest stage of a faster plan.
         case = self.case
         limit_us = case.longest_stage_us(upper_us)
         even_us = case.work_us * case.highest_speed / case.num_devices
@@ -70,7 +67,7 @@ class TableWidth:
 
 
 def search_gpipe(case: Case, *, upper_us: float = np.inf, deadline: Deadline = NEVER) -> Answer:
-    """Return the fastest partition under GPipe, if it beats `upper_us`. It is optimal unless time runs out.
+    """Return the fastest partition under GPipe if it beats `upper_us`. The result is optimal unless time runs out.
 
     Args:
         case: The case.
@@ -113,7 +110,7 @@ def _faster(best: ChainCuts | None, other: ChainCuts | None) -> ChainCuts | None
 
 
 def gpipe_searches(case: Case, width: int, deadline: Deadline) -> Iterator[BottleneckSearch]:
-    """Yield searches for the fastest partition that together cover every number of stages.
+    """Yield searches for the fastest partition. Together, the searches cover every number of stages.
 
     Args:
         case: The case.

@@ -12,7 +12,7 @@ from planner.solve.deadline import Deadline, OutOfTimeError
 from planner.solve.space.case import Case
 
 _FAR: Final = 1.3
-"""Ratio of a case's lower bound to the fastest step time found, from which the case is skipped."""
+"""A case is skipped if its lower bound exceeds the fastest step time found by this factor."""
 
 _TABLE_ACTIONS: Final = 2_000
 """Time per case to compute tables, in simulated actions."""

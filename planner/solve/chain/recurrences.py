@@ -2,7 +2,7 @@
 
 The dynamic program adds stages from the last to the first. A partial plan covers the layers i..L-1, and has a few
 numbers; a smaller number is never worse. The recurrence of a schedule computes how the numbers change when a previous
-stage is added. It also bounds the step time of every completion, a plan that contains the partial plan:
+stage is added. It also bounds the step time of every complete plan that contains the partial plan:
 
     layers    0 ........ h-1 | h ...... i-1 | i ................ L-1
             earlier layers   |    stage     |  partial plan: numbers
@@ -20,8 +20,8 @@ The letters are those of docs/cost-model.md:
 
 **GPipe** (exact, `planner.core.cost.step_time`):
 
-    T = (M-1) f + d + u         for a partial plan of all layers: M-1 forwards of the slowest stage or link delay
-                                  micro-batch M-1, which then takes d
+    T = (M-1) f + d + u         for a partial plan of all layers: micro-batch M-1 waits for M-1 forwards of the
+                                  slowest stage or link, and then takes d
 
     f   largest forward time of a stage or link in the partial plan
     x   largest backward time of a stage or link for micro-batches 0..M-2
@@ -68,6 +68,7 @@ from planner.solve.space.prefixes import BoundKind
 from planner.solve.space.problem import Bottlenecks, StageTimeArrays
 
 PlanNumbers = tuple[FloatArray, ...]
+"""Numbers of partial plans, such as the longest forward time: one array per number, with one entry per plan."""
 _Passed = tuple[FloatArray, FloatArray, FloatArray]
 """Numbers x, a and d of a partial plan."""
 _Machine = tuple[FloatArray, FloatArray, FloatArray]
@@ -76,16 +77,16 @@ _Machine = tuple[FloatArray, FloatArray, FloatArray]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EarlierLayers:
-    """Lower bounds for the layers before each partial plan, one array entry per partial plan."""
+    """Lower bounds for the first layers, which partial plans lack. Arrays have one entry per partial plan."""
 
     work_us: FloatArray
-    """Forward plus backward time of all earlier layers, in microseconds."""
+    """Forward plus backward time of the first layers, in microseconds."""
     own_us: float
-    """Lower bound of the all-reduce and optimizer time of the stage with layer 0, in microseconds."""
+    """Lower bound of the all-reduce and optimizer time of a plan's first stage, in microseconds."""
     exist: BoolArray
-    """True for partial plans with earlier layers."""
+    """True for partial plans that do not begin at layer 0."""
     least: dict[str, FloatArray]
-    """Lower bounds of the values in `Recurrence.needs`, such as the longest forward time of a stage, by name."""
+    """Lower bounds by name, for example of the longest forward time of a stage."""
 
 
 _NEEDS: dict[str, BoundKind] = {
@@ -102,45 +103,45 @@ def _needs(*names: str) -> dict[str, BoundKind]:
 
 
 class Recurrence(Protocol):
-    """Rule of one schedule to add a stage to partial plans, and to bound the step time of complete plans."""
+    """Computation of step times for one schedule. It adds stages to partial plans, from the last stage to the first.
+
+    A partial plan has stages for the last layers only. Its numbers are, for example, its longest forward time.
+    """
 
     size: int
-    """Number of entries of a partial plan's `PlanNumbers`, for example 5 for f, x, a, d and u."""
+    """Length of `PlanNumbers`."""
     rank_is_time: bool
     """True if partitions are ranked by their step time alone."""
     needs: dict[str, BoundKind]
-    """Lower bounds of earlier layers that the recurrence uses, by name."""
+    """Definitions of the lower bounds that the recurrence uses, by name."""
 
     def extend(self, numbers: PlanNumbers, stages: StageTimeArrays, num_later: int) -> PlanNumbers:
-        """Return the numbers of partial plans after a stage is added before each of them.
+        """Add one stage at the beginning of each partial plan, and return the new numbers of the partial plans.
 
         Args:
-            numbers: Numbers of the partial plans without the added stage; each array has one entry per plan.
+            numbers: Numbers of the partial plans before this addition.
             stages: Stage to add to each partial plan.
-            num_later: Number of stages of each partial plan without the added stage.
-
-        Returns:
-            Numbers of the partial plans with the added stage; each array has one entry per plan.
+            num_later: Number of stages of each partial plan before this addition.
         """
 
     def clamp_to_lower_bounds(self, numbers: PlanNumbers, earlier: EarlierLayers) -> PlanNumbers:
-        """Return the numbers of partial plans with each number raised to its lower bound over all complete plans."""
+        """Replace each number below its smallest value in any complete plan by this value; return the numbers."""
 
     def bound_us(self, numbers: PlanNumbers, earlier: EarlierLayers) -> FloatArray:
-        """Return a lower bound of the step time of all plans that contain a partial plan; exact for complete plans."""
+        """Return, for each partial plan, a lower bound of the step time of complete plans that contain it."""
 
     def ranking_bounds(self, numbers: PlanNumbers, earlier: EarlierLayers, bound_us: FloatArray) -> PlanNumbers:
-        """Return lower bounds of the numbers that rank complete plans, such as the step time; exact for complete plans.
+        """Return, for each partial plan, lower bounds of `ChainCuts.rank` of complete plans that contain it.
 
         Args:
             numbers: Numbers of the partial plans.
-            earlier: Lower bounds for the layers before each partial plan.
-            bound_us: Lower bounds of the step time, from the method `bound_us`.
+            earlier: Lower bounds for the layers before the partial plans.
+            bound_us: Result of the method `bound_us`.
         """
 
 
 class GPipeRecurrence:
-    """Rule of GPipe to add a stage to partial plans; the module's docstring explains the numbers f, x, a, d and u.
+    """Recurrence of GPipe.
 
     Args:
         micro_batches: Number of micro-batches.
@@ -211,7 +212,7 @@ class GPipeRecurrence:
 
 
 class OneForwardOneBackwardRecurrence:
-    """Rule of 1F1B to add a stage to partial plans; the module's docstring explains the numbers g, s, r and u."""
+    """Recurrence of 1F1B; its step times are lower bounds."""
 
     size = 4
     rank_is_time = True
@@ -274,10 +275,10 @@ def _raised_tail(tail: FloatArray, earlier: EarlierLayers) -> FloatArray:
 
 
 class TieBreakRecurrence:
-    """Rule that chooses among equally fast partitions by their memory, transferred bytes or balance.
+    """Recurrence that compares equally fast partitions by memory, transferred bytes or balance.
 
     Args:
-        recurrence: Rule for the step time.
+        recurrence: Recurrence of the schedule.
         ranks: What to compare, the most important first: `peak`, the highest peak memory; `moved`, bytes sent across
             cuts; `squares`, the sum of squared stage times, which is smallest for equal stages.
     """

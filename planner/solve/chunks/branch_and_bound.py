@@ -37,7 +37,7 @@ class CutBound(NamedTuple):
     """Lower bound of the step time of all partitions, in microseconds."""
     cuts: IntArray | None
     """Cuts of the solution, rounded to whole layers; shape (stages + 1,). None if the bound reaches the step time of a
-    known plan, because the program is then not solved completely."""
+    known plan."""
 
 
 class _CutSide(NamedTuple):
@@ -68,14 +68,14 @@ class _Node(NamedTuple):
     number: int
     """Position in the order of creation; sorts nodes of equal step time."""
     decided: frozenset[_Decision]
+    # Every partition under `decided` satisfies one of these decisions. Empty to stop branching.
     open: tuple[_Decision, ...]
-    """Alternative decisions to branch on; every partition satisfies one of them. Empty if no layer is divided."""
+    # Number of layers before each inner cut s in the solution, rounded, minus s.
     shift: tuple[int, ...]
-    """For each inner cut s, c_s - s, rounded. Here c_s is the number of layers before the cut in the solution."""
 
 
 class BranchAndBound:
-    """Branch and bound over the cuts and recomputations of one linear program, which HiGHS solves."""
+    """Branch and bound over stage boundaries and recompute choices. HiGHS solves the linear programs."""
 
     def __init__(self, program: LinearProgram) -> None:
         # HiGHS is imported here, because it loads longer than everything else that a short command needs.
@@ -122,9 +122,9 @@ class BranchAndBound:
         return CutBound(self._in_us(root.step), cuts)
 
     def branch(self, upper_us: float, *, most_iterations: int, limit_s: float = inf) -> float:
-        """Raise the lower bound of the step time of all partitions until a limit is reached, and return it.
+        """Branch until a limit is reached; return a lower bound of the step time of all partitions, in microseconds.
 
-        The bound, in microseconds, is at most `upper_us`. It is 0 if `solve` has found no bound.
+        The bound is at most `upper_us`. It is 0 if `solve` has found no bound.
 
         Args:
             upper_us: Step time of a known plan, in microseconds. Linear programs with a longer step time are not

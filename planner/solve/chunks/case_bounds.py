@@ -28,21 +28,22 @@ _EQUAL: Final = 1 + 1e-9
 
 
 class _CaseBound(NamedTuple):
+    """Lower bound of the step time of a case on `num_devices` devices."""
+
     least_us: float
-    """Lower bound of the step time on `num_devices` devices."""
     number: int
     case: Case
     num_devices: int
-    """Number of devices whose linear program may raise the bound; 0 if none can."""
+    """Number of devices; 0 if no linear program can raise the bound any more."""
 
 
 def raised_lower_bound_us(bounds: Iterable[tuple[Case, float]], upper_us: float, deadline: Deadline) -> float:
-    """Return a lower bound of the step time of all plans of some cases, raised by linear programs; at most `upper_us`.
+    """Return one lower bound of the step time for all given cases, from linear programs.
 
     Args:
-        bounds: Cases with several chunks or a split backward, each with a lower bound in microseconds.
-        upper_us: Step time of a plan in microseconds, above which no bound is needed.
-        deadline: Limit on time; when it has passed, no bound is raised.
+        bounds: Cases with several chunks or a split backward, each with a known lower bound in microseconds.
+        upper_us: Step time of a known plan in microseconds. The result is at most this time.
+        deadline: Time limit of the linear programs.
     """
     heap = [bound for case, case_us in bounds for bound in _bounds_by_devices(case, case_us, upper_us)]
     heap = [bound._replace(number=number) for number, bound in enumerate(heap)]

@@ -40,7 +40,7 @@ class CutSearch(Descent[PartitionCandidate]):
         self._fitting = RecomputeFitter(evaluator)
 
     def search(self, starts: Sequence[IntArray], most_actions: int) -> None:
-        """Search from each of `starts`: cuts of shape (stages + 1,). `most_actions` limits the simulated actions."""
+        """Search from each of the cuts `starts`, of shape (stages + 1,). Simulate at most `most_actions` actions."""
         is_bounded = self.progress.budget.is_bounded
         self.descend(
             (self._evaluate(cuts[None], self._fitting.least_recomputation(1)) for cuts in starts),
@@ -63,10 +63,6 @@ class CutSearch(Descent[PartitionCandidate]):
         )
 
     def pick_best(self, candidate: PartitionCandidate, cuts: IntArray) -> PartitionCandidate:
-        """Return the best partition after one move, with the recomputation chosen again for the fastest moves.
-
-        `cuts` has the cuts after each possible move, shape (moves, stages + 1).
-        """
         choices = np.repeat(candidate.choices[None], len(cuts), axis=0)
         step_us: FloatArray | None = None
         if candidate.excess_bytes == 0:
@@ -91,10 +87,7 @@ class CutSearch(Descent[PartitionCandidate]):
         return self._evaluate(cuts[some], choices[some], is_open[some], step_us[picked[some]])
 
     def other_recomputations(self, candidate: PartitionCandidate) -> Iterator[PartitionCandidate]:
-        """Yield partitions that differ from the candidate in the recomputation of one device: the best of each batch.
-
-        Yield nothing if the candidate fits and already has the least recomputation that is allowed.
-        """
+        # A change of the choices of one device is a move. Yield the best of each batch of these moves.
         choices = self._other_choices(candidate)
         for first in range(0, len(choices), ROWS):
             self.progress.deadline.check()
@@ -104,7 +97,7 @@ class CutSearch(Descent[PartitionCandidate]):
                 return
 
     def perturb(self, candidate: PartitionCandidate) -> PartitionCandidate:
-        """Return the partition after a few random moves of cuts, or random recompute choices if the cuts are fixed."""
+        # If the cuts are fixed, recompute choices change at random.
         cuts, choices = candidate.cuts, candidate.choices.copy()
         is_open = np.full((1, self.evaluator.num_devices), True)
         if len(self.moves):

@@ -68,7 +68,7 @@ class PartitionCandidate:
         return self.excess_bytes, self.step_us
 
     def beats(self, other: "PartitionCandidate") -> bool:
-        """Return True if this partition exceeds the memory limits by fewer bytes, or by equally many and is faster."""
+        """Return True if the rank of this partition is smaller than the rank of `other`."""
         return self.rank < (other.excess_bytes, other.step_us * (1 - SAME))
 
 
@@ -79,10 +79,10 @@ class Descent(ABC, Generic[CandidateT]):
     """Local search over cuts and recomputation for one number of devices. Subclasses choose the recomputation.
 
     Args:
-        progress: State of the search over the case.
+        progress: Best partition so far, and limits of the search.
         evaluator: Evaluator for this number of devices.
         rows: Number of moves in a batch.
-        seed: Seed of the random order of moves. Seeds are fixed, so that the same request always gets the same plan.
+        seed: Seed of the random order of moves.
     """
 
     def __init__(self, progress: Progress, evaluator: Evaluator, *, rows: int = ROWS, seed: int = 0) -> None:
@@ -180,9 +180,9 @@ class Descent(ABC, Generic[CandidateT]):
 
 
 def cut_moves(chunks: Sequence[Sequence[int]]) -> IntArray:
-    """Return all moves of one cut or of several consecutive cuts, as numbers to add to the cuts.
+    """Return moves that shift one cut or consecutive cuts by 1 to 4 layers; shape (moves, stages + 1).
 
-    `chunks` has the stages of each device. The result has the shape (moves, stages + 1).
+    A move is an array to add to the cuts. `chunks` has the stages of each device.
     """
     num_stages = sum(map(len, chunks))
     lengths, length = list(range(1, min(_ALL_LENGTHS, num_stages - 1) + 1)), _ALL_LENGTHS

@@ -10,7 +10,7 @@ waits for forwards only, and no action ends earlier.
     fits?                                       no       yes      no       yes
     minimal?                                    no       yes      no       no
 
-Complexity: the memory of O(N C^V) partitions is computed, for N partitions, C choices and V chunks per device.
+Complexity: C^V memory computations for each device of a partition, for C choices and V chunks per device.
 """
 
 from functools import cached_property
@@ -92,14 +92,14 @@ class RecomputeFitter:
         return minimal.reshape(num_devices, len(cuts), -1).swapaxes(0, 1)
 
     def excess_by_combination(self, cuts: IntArray, devices: IntArray) -> FloatArray:
-        """Return the bytes by which devices exceed their memory limits, for each combination of recompute choices.
+        """Return the bytes by which one device of each partition exceeds its memory limit.
 
         Args:
             cuts: Cuts of each partition, shape (partitions, stages + 1).
-            devices: A device for each partition. Partitions must be sorted by their device.
+            devices: Device to examine in each partition: a sorted array of shape (partitions,).
 
         Returns:
-            Bytes, shape (partitions, combinations).
+            Bytes for each of `combinations`, shape (partitions, combinations).
         """
         return self._evaluator.excess_by_combination(cuts, devices, self._places)
 

@@ -17,9 +17,9 @@ maximum of two clocks becomes a variable with the constraints that it is at leas
 Memory has a linear lower bound. At a point in the step, a stage takes at least d + sum of a_l bytes without
 recomputation, and at least d + sum of h_l bytes with a recompute option. The sums are over the stage's layers l:
 
-    a_l     average number of bytes that layer l adds to a stage without recomputation
-    h_l     average number of bytes that layer l adds to a stage with the recompute option
-    d       smallest difference between the bytes of a stage and its sum of a_l or h_l, over all stages in the tables
+    a_l     bytes that layer l adds to a stage that begins with it, without recomputation: mean over such stages
+    h_l     the same mean with the recompute option
+    d       minimum, over all possible stages, of the bytes of a stage minus its sum of a_l or h_l
 
 With per-layer recomputation, a stage may also recompute single layers. Let f_l be the most bytes that recomputing only
 layer l can free. The sum then uses min(h_l, a_l - f_l) instead of h_l.
@@ -48,10 +48,10 @@ _MOST_LAYERS = 160
 
 @dataclass(frozen=True, slots=True)
 class LinearExpression:
-    """Linear expression: a constant, plus variables times factors. The simulator can compute with them as times."""
+    """Constant plus a sum of variables times factors. The simulator accepts these expressions as times."""
 
     factors: Mapping[int, float] = field(default_factory=dict)
-    """Factors by the column of the variable."""
+    """Factor of each variable, by the column of the variable in the linear program."""
     constant: float = 0.0
 
     def __bool__(self) -> bool:
@@ -79,13 +79,12 @@ class LinearExpression:
 
 
 class RecomputeColumns(NamedTuple):
-    """Variables (columns) and constraints (rows) of the linear program for the recomputation of one stage."""
+    """Columns and rows of the linear program for the recomputation of one stage, which may have parts of layers."""
 
     columns: list[dict[int, int]]
-    """For each recompute option, a column of each layer: the variable for the share of the layer that is recomputed."""
+    """For each recompute option, a column of each layer: the share of the layer that the stage recomputes."""
     rows: dict[int, int]
-    """Row of each layer: the constraint that the shares of all options sum to at most the layer's share in the stage.
-    """
+    """Row of each layer. Its constraint: the stage recomputes at most its part of the layer."""
 
 
 @dataclass(slots=True)

@@ -1,11 +1,10 @@
 """Search for schedules with several stages (chunks) per device.
 
 The chunks of a device share its memory, so stages cannot be chosen one by one. If there are few partitions, all are
-simulated without recomputation. If a partition would be faster than the best one but does not fit, it is simulated with
-the minimal combinations of recomputation choices (`fitting.py`). If there are many partitions, a local search
-(`cut_search.py`) starts from even cuts, from cuts that minimize the longest backward of any stage, and from cuts with
-the evenest work of devices (`even_loads.py`). The linear program (`linear_program.py`) and the work of all layers give
-the lower bound.
+simulated without recomputation. If a partition would be faster than the best one but does not fit, `fitting.py` finds
+the recompute choices to simulate. If there are many partitions, a local search (`cut_search.py`) starts from even cuts,
+from cuts that minimize the longest backward of any stage, and from cuts with the evenest work of devices
+(`even_loads.py`). The linear program (`linear_program.py`) and the work of all layers give the lower bound.
 
 Complexity: O(V K M) numpy operations per 1024 simulated partitions, for V chunks on each of K devices and M
 micro-batches.
@@ -263,16 +262,16 @@ def approximate_work(evaluator: Evaluator) -> int:
 
 
 class LinearBound(NamedTuple):
-    """Lower bound from the linear program, with the branch and bound that can raise it."""
+    """Lower bound from a linear program, and a search that can raise this bound."""
 
     solution: CutBound
     branch_and_bound: BranchAndBound
 
 
 def solve_linear_program(progress: Progress, evaluator: Evaluator, starts: Sequence[IntArray]) -> LinearBound | None:
-    """Return a lower bound of the step time of all partitions from a linear program, with its branch and bound.
+    """Return a lower bound of the step time of all partitions, from a linear program.
 
-    The result is None if this takes too long, cuts are fixed, or HiGHS is not installed.
+    Return None if the program takes too long, if cuts are fixed, or if HiGHS is not installed.
 
     Args:
         progress: State of the search.
@@ -300,7 +299,7 @@ def branch_and_bound_us(progress: Progress, evaluator: Evaluator, linear: Linear
     Args:
         progress: State of the search.
         evaluator: Evaluator for a number of devices.
-        linear: Lower bound from the linear program, which branch and bound raises, or None.
+        linear: Result of `solve_linear_program`.
     """
     if linear is None or progress.budget.is_bounded:
         return 0.0
