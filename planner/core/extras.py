@@ -5,9 +5,8 @@
     milp                pulp, highspy                            solve --solver milp, lower bounds for several chunks
     tpu                 extra `train`, jax, libtpu, torchax      profile --device tpu:v2, train_jax.py
 
-Code that needs an extra imports the extra's packages within `importing`. Before work that imports them later,
-`check_installed` reports missing packages early. The model of a config.json also needs transformers, which is in no
-extra.
+Code imports the packages of an extra within `importing`. `check_installed` reports missing packages without an import.
+The model of a config.json also needs transformers, which is in no extra.
 """
 
 import os
@@ -23,7 +22,7 @@ Extra = Literal["train", "milp", "tpu"]
 
 
 class _Packages(NamedTuple):
-    """Packages of an extra, and what needs them, for error messages."""
+    """Packages of an extra, and the text of error messages about them."""
 
     names: tuple[str, ...]
     """Names of the modules, which are also the names of the packages."""
@@ -43,7 +42,7 @@ def is_installed(package: str) -> bool:
 
 
 def packages_of(extra: Extra) -> tuple[str, ...]:
-    """Return the packages of an extra, without the packages of other extras that it includes."""
+    """Return the packages of an extra, without those of included extras."""
     return _EXTRAS[extra].names
 
 

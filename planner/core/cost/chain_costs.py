@@ -43,10 +43,9 @@ class TiedParameters:
     """Bytes of the largest tensor that autograd allocates for the sum of both layers' gradients; 0 if it adds in place.
     """
     converted_bytes: float = 0.0
-    """Part of `gradient_bytes` that belongs to parameters of which `second` uses low-precision copies (autocast)."""
+    """Gradient bytes of the shared parameters that layer `second` uses as low-precision copies (autocast)."""
     is_pair_known: bool = True
-    """False if the profile does not say which of the layers `first` to `second` share the bytes. A device then stores
-    the bytes once only if one of its stages has all of these layers."""
+    """False if layers between `first` and `second` may also share the bytes: the profile does not say which."""
     earlier: tuple[int, ...] = ()
     """Layers before `first` that share the same bytes."""
 
@@ -75,7 +74,7 @@ class FixedLayerBytes:
 
     @classmethod
     def of(cls, layers: Sequence[LayerProfile]) -> "FixedLayerBytes":
-        """Return the bytes of the layers' parameters, optimizer state, buffers and other state, from their profiles."""
+        """Return the bytes of these layers."""
         names = {each.name: profile_field_of(each.name) for each in fields(cls)}
         return cls(**{name: np.array([getattr(layer, of) for layer in layers], float) for name, of in names.items()})
 
@@ -93,21 +92,20 @@ def profile_field_of(component: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BoundaryBytes:
-    """Bytes that one micro-batch sends over the boundaries before and after each layer."""
+    """Bytes that one micro-batch sends over the boundaries before (`input`) and after (`output`) each layer."""
 
     input: FloatArray
     """Bytes that cross the boundary before each layer; for layer 0, the model's input."""
     output: FloatArray
     input_gradient: FloatArray
-    """Bytes of the gradients of `input`; tensors without a gradient do not count."""
+    """Bytes of the gradient of the input; tensors without a gradient do not count."""
     output_gradient: FloatArray
     unsaved_output: FloatArray
-    """Part of `output` that is not in `LayerMemory.saved`. If a stage ends with the layer, the stage saves it as well.
-    """
-    unkept_input: FloatArray
-    """Part of `input` that no layer saves. `LayerMemory.forward` includes this part."""
+    """Part of the output that no layer saves for backward."""
+    unsaved_input: FloatArray
+    """Part of the input that no layer saves for backward; 0 without exact memory records."""
     input_alive: FloatArray
-    """Part of `input` that is still in memory at the peak of a forward without gradients (`LayerMemory.no_grad`)."""
+    """Part of the input that is in memory at the peak of a forward without gradients."""
     copied_input: FloatArray
     """Bytes that a stage beginning with the layer copies, because its layers would write into the received input."""
 
@@ -133,12 +131,12 @@ class LayerMemory:
     """Highest memory of a later micro-batch's backward. It includes the gradients of later layers' autocast copies,
     but no parameter gradients."""
     end_twice_first: FloatArray
-    """Bytes of the layer's output and of its gradient in `first_backward`.
+    """Bytes of the layer's output and of the output's gradient in `first_backward`.
 
-    If a stage ends with the layer, they are subtracted, because they also count as buffers of the executor.
+    They are subtracted if a stage ends with the layer, because they also count as buffers of the executor.
     """
     end_twice: FloatArray
-    """Bytes of the layer's output and of its gradient in `backward`."""
+    """Bytes of the layer's output and of the output's gradient in `backward`."""
     attributes: FloatArray
     """Bytes of tensors in plain attributes of modules, which exist during the whole step."""
     renewed: FloatArray
@@ -149,9 +147,8 @@ class LayerMemory:
 class SplitBackwardCosts:
     """Time and memory of each layer's input-gradient pass (I) and weight-gradient pass (W).
 
-    With exact memory records, peaks of I include the saved bytes of earlier layers, and the bytes that later layers
-    store for their W. Peaks of W include the bytes that earlier layers store for their W. Without exact memory records,
-    peaks are only temporary memory. Only large weight gradients are deferred: I allocates the others.
+    With exact memory records (`MemoryDetail`), a peak includes the bytes that other layers of the chain store at this
+    time. Without these records, a peak is the temporary memory of the layer.
     """
 
     input_us: FloatArray
@@ -159,9 +156,9 @@ class SplitBackwardCosts:
     held: FloatArray
     """Bytes that a layer stores between I and W."""
     weight_gradients: FloatArray
-    """Part of `ChainCosts.gradients` that W allocates."""
+    """Bytes of the parameter gradients that W allocates; I allocates the others."""
     first_input: FloatArray
-    """Highest memory of the first micro-batch's I, including the parameter gradients that it allocates."""
+    """Highest memory of the first micro-batch's I, including the parameter gradients that I allocates."""
     input: FloatArray
     """Highest memory of a later I."""
     end_first_input: FloatArray
@@ -169,7 +166,7 @@ class SplitBackwardCosts:
     end_input: FloatArray
     """Peak memory of a later I if a stage ends with the layer, without the stage's output and its gradient."""
     first_weight: FloatArray
-    """Highest memory of the first W, including the parameter gradients that it allocates."""
+    """Highest memory of the first W, including the parameter gradients that W allocates."""
     weight: FloatArray
     """Highest memory of a later W, including the gradients of later layers' autocast copies."""
 
@@ -203,8 +200,7 @@ class LayerMemoryModel(Protocol):
 class Storages:
     """Tensor storages that cross boundaries between layers, including the model's input and output.
 
-    Arrays have one entry per storage. Two tensors may share a storage at some micro-batch sizes only. Then both have an
-    entry, and one of the entries has 0 bytes at these sizes.
+    Arrays have one entry per storage.
     """
 
     maker: IntArray
@@ -250,10 +246,9 @@ class ChainCosts:
     compute_split_backward: Callable[[], SplitBackwardCosts]
     """Function that computes `split_backward` on first use, because few schedules split backwards."""
     is_split_backward_assumed: bool
-    """True if split backwards were not measured. I and W are then assumed to take half of the backward each, and all
-    saved tensors to be kept for W."""
+    """True if costs of split backwards are assumed, not measured."""
     exact: bool
-    """True if `memory` comes from exact memory records; else it is an upper bound: saved bytes plus transient peaks."""
+    """True if `memory` comes from exact memory records; else `memory` is an upper bound."""
     memory_model: LayerMemoryModel | None
     """Memory model from a package outside `core`; None if the memory model of this package applies."""
     storages: Storages
@@ -273,10 +268,8 @@ class ChainCosts:
 
     @property
     def has_backward(self) -> BoolArray:
-        """True for each layer that has a backward: the layer or an earlier one has trained parameters.
-
-        A profile in which no layer has bytes of gradients does not say which layers are trained. Then all are True.
-        """
+        """True for each layer that has a backward: the layer or an earlier layer has trained parameters."""
+        # A profile in which no layer has bytes of gradients does not say which layers are trained.
         trained = np.cumsum(self.gradients + self.state.idle) > 0
         return trained if trained[-1] else np.ones_like(trained)
 

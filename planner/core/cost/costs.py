@@ -86,7 +86,7 @@ class CostTable:
         """Return the costs of every layer at `micro_batch_size`.
 
         Raises:
-            UsageError: The profile does not cover the size, and `extrapolate` is false or there is only one size.
+            UsageError: The profile does not cover the size.
         """
         weighted = [(self._at(n), weight) for n, weight in self._weights(micro_batch_size, extrapolate=extrapolate)]
         blended = {

@@ -98,10 +98,11 @@ class ChunkMemoryFunction(NamedTuple):
     """For each part, index of the field of `LayerPeaks` that is P; -1 for parts without a peak."""
 
     def parts(self, saved: FloatArray | float, peaks: FloatArray) -> FloatArray:
-        """Return the bytes of each memory part (`PARTS`), in the last dimension.
+        """Return the bytes of each memory part (`PARTS`), shape (..., parts).
 
-        `saved` has the bytes S that one micro-batch saves, shape (..., 1). `peaks` has the peak memory in the order of
-        `LayerPeaks`, then a 0 for parts without a peak, shape (..., 4).
+        Args:
+            saved: Bytes S that one micro-batch saves, shape (..., 1).
+            peaks: Peaks of forward, first backward and later backward, then a 0; shape (..., 4).
         """
         parts: FloatArray = np.maximum(self.least, self.rest + self.saved * saved) + peaks[..., self.peak]
         return parts
@@ -197,21 +198,20 @@ def chunk_memory_function(
 
 
 def part_bytes_of_stages(stages: StageTable, recompute: Recompute) -> FloatArray:
-    """Return the permanent bytes of each stage of a table, then the bytes of each memory part (`PARTS`).
+    """Return the permanent bytes of each stage, then the bytes of each memory part (`PARTS`), as whole numbers.
 
-    The result has whole bytes in the shape (1 + parts, first layers, last layers). Stages without a backward recompute
-    nothing. For the choice `layers`, pass a table from `with_recomputed_layers`.
+    The shape is (1 + parts, first layers, last layers). If `recompute` is `layers`, `stages` must come from
+    `with_recomputed_layers`.
     """
     totals = memory_parts_on_shared_device(stages, recompute).totals(stages.shape)
     if recompute in ("never", "layers") or not stages.forward_only.any():
         return totals
+    # Stages without a backward recompute nothing.
     return np.where(stages.forward_only, memory_parts_on_shared_device(stages, "never").totals(stages.shape), totals)
 
 
 def shared_bytes(costs: ChainCosts, cuts: IntArray, num_devices: int, placement: Placement = "loop") -> SharedBytes:
     """Return the bytes to subtract from each stage, because another stage on the same device also stores them.
-
-    Shared parameters count in the later stage, because its backward runs first and allocates the gradients.
 
     Args:
         costs: Costs of the layers.
@@ -220,7 +220,7 @@ def shared_bytes(costs: ChainCosts, cuts: IntArray, num_devices: int, placement:
         placement: Placement of the stages on the devices.
 
     Returns:
-        Whole bytes; every array has shape (partitions, stages).
+        Bytes as whole numbers, in arrays of shape (partitions, stages).
     """
     device = _devices(cuts.shape[1] - 1, num_devices, placement)
     shared = np.zeros((len(SharedBytes._fields), len(cuts), cuts.shape[1] - 1))
@@ -229,6 +229,7 @@ def shared_bytes(costs: ChainCosts, cuts: IntArray, num_devices: int, placement:
         if not tie.is_pair_known:
             continue
         sizes = np.rint([tie.parameter_bytes, tie.gradient_bytes, tie.optimizer_bytes, tie.cast_bytes])
+        # Shared parameters count in the later stage, because its backward runs first and allocates the gradients.
         second = (cuts[:, 1:-1] <= tie.second).sum(axis=1)
         is_open = np.ones(len(cuts), bool)
         # The nearest layer on the device counts. Within one stage, `StageTable` already counts tied layers once.
@@ -250,11 +251,11 @@ def _devices(num_stages: int, num_devices: int, placement: Placement) -> IntArra
 
 
 def most_shared_input_bytes(costs: ChainCosts, counts: IntArray | FloatArray) -> float:
-    """Return an upper bound of the input bytes that `subtract_shared` removes from one device at a point in the step.
+    """Return an upper bound of the bytes that a device's stages have received from each other at a point in the step.
 
     Args:
         costs: Costs of the layers.
-        counts: Number of each memory part (`PARTS`) on the device at this point, shape (parts,).
+        counts: Number of memory parts of each kind (`PARTS`) on the device at this point, shape (parts,).
     """
     largest = float(np.rint(costs.boundaries.input.max())) if costs.exact else 0.0
     return largest * float(counts[[_PLACE[name] for name in _WITH_INPUT]].sum())
@@ -283,15 +284,16 @@ def subtract_shared(
 
 
 def counts_with_permanent_bytes(counts: Sequence[FloatArray]) -> FloatArray:
-    """Add a count of 1 for the permanent bytes to the counts of memory parts (`PARTS`) at each point in the step.
+    """Return the counts of all devices as one array for `device_peaks`, with a 1 for the permanent bytes.
 
     Args:
-        counts: How many of each memory part exist, one array of shape (points, chunks, parts) per device.
+        counts: Number of memory parts of each kind (`PARTS`) at each point in the step; one array of shape (points,
+            chunks, parts) per device.
 
     Returns:
-        Counts for `device_peaks`, shape (devices, points, chunks, 1 + parts). Entry 0 of the last dimension is 1, for
-        the permanent bytes. The last point is repeated for devices with fewer points than others.
+        Shape (devices, points, chunks, 1 + parts). Entry 0 of the last dimension is the 1.
     """
+    # Devices with fewer points than others repeat their last point.
     _, chunks, num_parts = counts[0].shape
     every = np.ones((len(counts), max(map(len, counts)), chunks, 1 + num_parts))
     for device, points in enumerate(counts):
@@ -327,7 +329,8 @@ def device_peaks_by_choice(stages: FloatArray, choices: IntArray, counts: FloatA
         stages: For each recompute choice, partition and chunk, the permanent bytes, then the bytes of each memory part
             (`PARTS`); shape (choices, partitions, chunks, 1 + parts).
         choices: Recompute choices of the device's stages, one combination per row; shape (combinations, chunks).
-        counts: Result of `counts_with_permanent_bytes` for the device, shape (points, chunks, 1 + parts).
+        counts: At each point in the step, a 1 for the permanent bytes, then the number of memory parts of each kind;
+            shape (points, chunks, 1 + parts).
 
     Returns:
         Bytes, shape (partitions, combinations).
@@ -349,7 +352,7 @@ def chunk_memory_at_peak(
 
     Args:
         chunks: Chunks of the device.
-        counts: Number of times that each memory part (`PARTS`) exists at each point in the step (`peak_part_counts`).
+        counts: Number of memory parts of each kind (`PARTS`) at each point in the step, shape (points, chunks, parts).
         reserve_bytes: Memory reserve of the device, counted in the first chunk.
     """
     parts = np.stack([chunk.parts for chunk in chunks])

@@ -5,10 +5,9 @@ Other tensors that its backward needs exist only while this backward runs. The c
 stage in order, with
 
     held       bytes that one micro-batch has saved in the layers so far
-    pending    storages that later layers read and that no layer has saved so far. A recomputed layer saves all of
-               them. Without such a layer, each is freed after the last layer that reads it.
+    pending    storages in the layer's input that no earlier layer has saved; a recomputed layer saves all of its input
 
-Each layer adds its own peak and then its saved bytes. The bytes of a layer are
+The bytes of a layer are
 
     f          peak of its forward
     b          peak of its backward, including the gradient of its output
@@ -67,12 +66,12 @@ class LayerPeaks(NamedTuple):
 
 
 class PendingStorage(NamedTuple):
-    """Storage that a layer creates, and that a later layer saves only if the later layer is recomputed."""
+    """Storage that a layer creates for later layers. If a later layer is recomputed, that layer saves the storage."""
 
     until: int
     """Index of the last layer that reads the storage."""
     bytes: tuple[float, float]
-    """Bytes that the creating layer leaves unsaved: entry 0 if that layer is not recomputed, entry 1 if it is."""
+    """Bytes that the creating layer does not save: first if it is not recomputed, then if it is recomputed."""
 
 
 Bytes = TypeVar("Bytes", float, FloatArray)
@@ -94,28 +93,24 @@ class SavedAndPeaks(NamedTuple, Generic[Bytes]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageLayers:
-    """Memory of each layer of one stage, with and without recomputation of the layer, in whole bytes.
-
-    While a layer runs, its peak is in memory together with saved bytes: those of the earlier layers of the stage if
-    `stacked` is true (exact memory records), else those of all layers of the stage.
-    """
+    """Memory of each layer of one stage, with and without recomputation of the layer, in whole bytes."""
 
     first: int
     end: int
     stacked: bool
+    """True if peaks add to the saved bytes of earlier layers; False if they add to those of all layers of the stage."""
     peaks: LayerPeaks
     """Arrays of shape (2, end - first). Row 0: the layer is not recomputed; row 1: it is recomputed."""
     held: FloatArray
     """Bytes that each layer saves, without pending storages; shape and rows as in `peaks`."""
     pending: tuple[tuple[PendingStorage, ...], ...]
-    """For each layer of the stage, the storages that it creates and that later layers save only if recomputed."""
+    """Storages that each layer creates for later layers."""
     can_recompute: BoolArray
     """True for layers that can be recomputed: those with a backward; shape (end - first,)."""
     passed: FloatArray
-    """For each layer, bytes in the copy of the stage's input that this layer or a later layer of the chain receives.
+    """Bytes of the stage's copied input that no layer saves and that the layer or a later layer receives.
 
-    Tensors that a layer saves do not count, and entry 0 is 0. Shape (end - first + 1,); the last entry is for the end
-    of the stage. All entries are 0 if the stage does not copy its input.
+    Shape (end - first + 1,). Entry 0 is 0; the last entry is for the end of the stage.
     """
 
     @classmethod
@@ -148,7 +143,7 @@ class StageLayers:
             held=np.stack([own_copy + kept[stage], copied + dropped[stage] + np.rint(costs.state.rewritten[stage])]),
             pending=tuple(map(tuple, pending)),
             can_recompute=costs.has_backward[stage],
-            passed=_passed(costs, unkept, first, end) * (copied[0] > 0),
+            passed=_passed(costs, unkept, first, end) * (copied[0] > 0),  # 0 if the stage does not copy its input
         )
 
     def saved_and_peaks(self, recomputed: Collection[int]) -> SavedAndPeaks[float]:
@@ -191,7 +186,7 @@ class StageLayers:
 
 
 def most_bytes_freed(costs: ChainCosts) -> tuple[FloatArray, FloatArray]:
-    """Return the largest number of bytes that recomputing a layer can free for each micro-batch, for each layer.
+    """Return, for each layer, the largest number of bytes per micro-batch that its recomputation can free.
 
     Returns:
         One array for layers that begin a stage, and one for other layers, whose input the stage must then store.
@@ -209,10 +204,7 @@ def saved_and_peaks_without_recomputation(
 ) -> tuple[FloatArray, LayerPeaks]:
     """Return the saved bytes and peaks of stages that recompute no layer.
 
-    Callers subtract `most_bytes_freed` of recomputed layers to get lower bounds for stages that recompute layers.
-    For the saved bytes, all recomputed layers count. For a peak, only those before the running layer count, because
-    the saved bytes of later layers do not exist then. For these bounds, a forward peak is that of the forward with or
-    without gradients, whichever is smaller.
+    The forward peak is that of a forward with or without gradients, whichever is smaller.
 
     Args:
         costs: Costs of the layers at the plan's micro-batch size.
@@ -223,6 +215,7 @@ def saved_and_peaks_without_recomputation(
         Saved bytes, and peaks: arrays with one row per first layer and one column per last layer. Entries whose last
         layer is before the first layer are meaningless.
     """
+    # Callers subtract `most_bytes_freed` to get lower bounds for stages that recompute layers.
     kept = most_bytes_freed(costs)[0] + _sum_by_maker(costs, costs.storages.saved_by_readers)
     unkept, into = np.rint(costs.storages.unsaved), np.zeros(costs.num_layers + 2)
     np.add.at(into, costs.storages.maker + 1, unkept)
@@ -304,23 +297,19 @@ def _peaks(costs: ChainCosts, first: int, end: int, copied: FloatArray, own_copy
 def cast_gradient_peaks(costs: ChainCosts) -> FloatArray:
     """Return the memory that each layer needs to convert gradients of autocast's weight copies to parameter gradients.
 
-    In every micro-batch but the first, autograd converts them at the end of the backward, when the gradients of all
-    copies exist. The result does not include the gradients of the copies, which are as large as the copies.
+    The gradients of the copies are not included.
     """
     return np.maximum(_peaks_with_and_without_grad(costs)[0].backward - costs.state.casts, 0.0)
 
 
 def recomputed_backward_peaks(costs: ChainCosts) -> tuple[FloatArray, FloatArray]:
-    """Return the peak memory of each layer's backward in the first micro-batch, with recomputation under autocast.
-
-    The peak includes gradients of later layers: those of autocast's weight copies, which exist until the stage's
-    backward ends, and those of parameters without a copy.
+    """Return the peak memory of each layer's first backward under autocast, if the layer is recomputed.
 
     Returns:
-        Two arrays. The first one has the peak of each layer in a stage that ends with the last layer of the chain. The
-        second one has the bytes of these gradients, summed from layer 0 to each layer. For a stage that ends earlier,
-        subtract the gradients of the layers after its end.
+        Peak of each layer, including the gradients of all later layers of the chain; and the bytes of gradients of the
+        layers 0 to i, for each layer i.
     """
+    # Gradients of autocast's weight copies exist until the stage's backward ends.
     uncopied = np.maximum(costs.gradients - 2 * costs.state.casts, 0.0)
     level = costs.memory.backward - np.cumsum(uncopied) + uncopied + uncopied.sum()
     return level, np.cumsum(costs.state.casts + uncopied)
@@ -339,7 +328,7 @@ def _peaks_with_and_without_grad(costs: ChainCosts) -> tuple[LayerPeaks, FloatAr
     held = prefix_sums(costs.memory.saved)[:-1]
     gradients, casts = prefix_sums(costs.gradients), prefix_sums(costs.state.casts)
     peaks = (
-        costs.memory.forward - held - costs.boundaries.unkept_input,
+        costs.memory.forward - held - costs.boundaries.unsaved_input,
         costs.memory.first_backward - held + gradients[1:] - gradients[-1],
         costs.memory.backward - held + casts[1:] - casts[-1],
         costs.memory.no_grad - costs.boundaries.input_alive,

@@ -2,15 +2,16 @@
 
 The letters are those of docs/cost-model.md, for one micro-batch unless noted:
 
-    I   received input                        S    activations saved for the backward
-    O   output                                A    I + S + R: a micro-batch that waits with its activations
-    J   copy of state that a forward changes  E    I + O + J: a micro-batch that waits to be recomputed
-    R   tensors stored in module attributes
-    D   copy of the input                     G    gradients of the stage's parameters (per step)
-    T   autocast weight cache (per step)      Z    gradients in one message to other replicas (per step)
+    I   received input                          G   gradients of the stage's parameters (per step)
+    O   output                                  T   autocast weight cache (per step)
+    O'  gradient of the output                  Z   gradients in one message to other replicas (per step)
+    S   activations saved for the backward      f   peak of a forward
+    R   tensors stored in module attributes     n   peak of a forward without gradients
+    D   copy of the input                       b   peak of a backward; that of the first backward includes G
+    J   copy of state that a forward changes
 
-    O'  gradient of the output                f    peak while a forward runs; n: while one without gradients runs
-                                              b    peak while a backward runs; in the first backward, it includes G
+    A = I + S + R    micro-batch that waits with its activations
+    E = I + O + J    micro-batch that waits to be recomputed
 
 Parts of a stage in the middle, from exact memory records:
 
@@ -22,10 +23,8 @@ Parts of a stage in the middle, from exact memory records:
 
 In the row `message`, b is the peak while gradients are sent. A recomputation has ended by then.
 
-The first backward is a separate part with the same terms. G, T, O' and the gradient of I are parts, too (`gradients`,
-`casts`, `output_gradient`, `input_gradient`). The last micro-batch has separate parts, because the recompute choice
-`except-last` recomputes all micro-batches but this one. With a split backward, each pass has its own peaks. The bytes
-that are stored between the passes are the part `weight_held`.
+The first backward and the last micro-batch have parts of their own. G, T, O' and the gradient of I are also parts. With
+a split backward, each pass has its own peaks, and `weight_held` is what a micro-batch stores between the passes.
 `planner.core.cost.peak_points` counts the parts at each point in the step.
 
 Without exact memory records, the parts are an upper bound: the sum of all bytes that may exist. Compiled layers have a
@@ -55,15 +54,17 @@ from planner.core.values.plan import ITEMS, Item, Recompute
 
 @dataclass(frozen=True, slots=True)
 class PartSize:
-    """Size of one part of a stage's memory (one of `PARTS`), for many stages at once."""
+    """Size of one part of a stage's memory (one of `PARTS`), for many stages at once.
+
+    `saved` and `peak` apply to the recompute choice `layers`.
+    """
 
     items: Mapping[Item, FloatArray]
     """Bytes by memory component."""
     saved: int = 0
-    """Number of times that the saved bytes S are included, for stages that recompute some of their layers."""
+    """Number of micro-batches whose saved bytes are part of `items`."""
     peak: int | None = None
-    """Index of the field of `LayerPeaks` that is included, for stages that recompute some of their layers; None for
-    no peak."""
+    """Index in `LayerPeaks` of the peak that is part of `items`; None if `items` includes no peak."""
 
     @property
     def total(self) -> FloatArray | float:
@@ -82,7 +83,7 @@ class MemoryParts:
     """True if all micro-batches are recomputed, except the last one (`except-last`)."""
 
     def peak_points(self, points: PeakPoints) -> Iterator[PartsAtPoint]:
-        """Yield the points in a step, in order, at which these stages may have their peak memory."""
+        """Yield the points in the step at which the stages may have their peak memory."""
         for point in points.apart if self.last_differs else points.alike:
             if "message" in self.sizes or ("message", 1) not in point:
                 yield point
@@ -98,7 +99,7 @@ class MemoryParts:
         return items
 
     def one_stage_by_component(self) -> tuple[FloatArray, FloatArray]:
-        """Return the memory by component of the stage in the first row and the last column.
+        """Return the memory of the stage of a `single_stage_table` by component.
 
         Returns:
             Permanent bytes, in the order of `ITEMS`; and the bytes of each memory part, one row for each of `PARTS`,
@@ -113,9 +114,9 @@ class MemoryParts:
         return always, sizes
 
     def totals(self, shape: tuple[int, int]) -> FloatArray:
-        """Return, for each stage, the permanent bytes, then the bytes of each memory part (`PARTS`).
+        """Return the permanent bytes of each stage, then the bytes of each memory part (`PARTS`), as whole numbers.
 
-        `shape` has the numbers of first and of last layers. The result has whole bytes, shape (1 + parts, *shape).
+        `shape` is the shape of the `StageTable`. The result has the shape (1 + parts, *shape).
         """
         always = sum(np.rint(size) for size in self.always.values())
         parts = [np.rint(self.sizes[name].total) if name in self.sizes else 0.0 for name in PARTS]
@@ -271,14 +272,14 @@ def running_part(
     saved: int = 0,
     peak: int | None = None,
 ) -> PartSize:
-    """Return the size of the part that exists while an action of a micro-batch runs.
+    """Return the size of a memory part that exists only while an action runs.
 
     Args:
         in_flight: Bytes that count as the component `in_flight`: the micro-batch's activations.
         working: Bytes that count as the component `working`: temporary tensors.
         transfer: Bytes of transfer buffers, if any.
-        saved: How many times the saved bytes are included.
-        peak: Index of the field of `LayerPeaks` that is included, or None.
+        saved: `PartSize.saved` of the result.
+        peak: `PartSize.peak` of the result.
     """
     items: dict[Item, FloatArray] = {"in_flight": in_flight, "working": working}
     return PartSize(items if transfer is None else {**items, "transfer": transfer}, saved, peak)

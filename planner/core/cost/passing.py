@@ -46,17 +46,17 @@ class RelayedTensors:
         self.kept = _bypassing_bytes(costs)[layers] - by_readers
         """Bytes of tensors that the stage creates before its last layer and sends, and that a receiving layer saves."""
 
-    def received_input_bytes(self, sizes: FloatArray, own_input: FloatArray) -> FloatArray:
-        """Return the bytes of each layer's input that the stage received from earlier stages; shape (firsts, layers).
+    def received_input_bytes(self, sizes: FloatArray, all_input: FloatArray) -> FloatArray:
+        """Return the bytes of each layer's input that come from earlier stages; shape (first layers, layers).
 
         Args:
             sizes: Bytes of the relayed tensors to count: `self.all`, or `self.unkept` for those that no layer saves.
-            own_input: Bytes of each layer's input. They are the result for the first layer of a stage.
+            all_input: Bytes of each layer's whole input.
         """
-        return np.where(self._is_first, own_input, _one_layer_later(sizes))
+        return np.where(self._is_first, all_input, _one_layer_later(sizes))
 
     def passed_gradients(self, ends: IntArray) -> FloatArray:
-        """Return the bytes of received gradients that no layer has used or changed when a layer's backward runs.
+        """Return the bytes of received gradients that are still unchanged during the backward of a layer.
 
         Args:
             ends: Last layers of stages, consecutive and ascending.
@@ -68,16 +68,16 @@ class RelayedTensors:
         return _spanning(*self._relays, self._layers, ends)
 
     def peak_backward(self, peaks: FloatArray, end_twice: FloatArray, backward: Backward | None = None) -> FloatArray:
-        """Return the peak memory of each stage's backward, shape (firsts, layers).
-
-        The stage's output and its gradient are left out, because callers add them as buffers of the executor.
+        """Return the peak memory of each stage's backward, without the stage's output and the output's gradient.
 
         Args:
-            peaks: Peak memory of the backward of each of `layers`.
-            end_twice: Bytes of each layer's output and its gradient in `peaks` (`LayerMemory.end_twice`). They are
-                subtracted for stages that end with the layer.
-            backward: Micro-batch, `first` or `later`, whose waiting gradients of shared parameters are added. With
-                None, no such gradients are added.
+            peaks: Peak memory of each layer's backward.
+            end_twice: Bytes of the layer's output and of the output's gradient in `peaks`.
+            backward: `first` or `later` micro-batch, to add the gradients that wait in its backward
+                (`WaitingGradients`); None to add none.
+
+        Returns:
+            Bytes, shape (first layers, last layers).
         """
         inside = self._is_first | self._after_first
         blocks = range(0, len(self._layers), _BLOCK)
@@ -89,11 +89,11 @@ class RelayedTensors:
         return np.where(inside, highest, 0.0)
 
     def peak_weight_backward(self, peaks: FloatArray, backward: Backward) -> FloatArray:
-        """Return the peak memory of each stage's weight-gradient pass (W), shape (firsts, layers).
+        """Return the peak memory of each stage's weight-gradient pass (W), shape (first layers, last layers).
 
-        `peaks` has the peak memory of each layer's W, in the first or in a later micro-batch. Gradients of a shared
-        parameter wait until all layers that use the parameter have run W.
+        `peaks` has the peak memory of each layer's W. `backward` is the micro-batch: the first one or a later one.
         """
+        # Gradients of a shared parameter wait until all layers that use the parameter have run W.
         running = np.maximum.accumulate(np.where(self._is_first | self._after_first, peaks, 0.0), axis=1)
         if not self._costs.ties:
             return running
@@ -136,24 +136,23 @@ class NoRelayedTensors:
     """Replacement of `RelayedTensors` for chains without skip connections and shared parameters.
 
     Args:
-        first: First layers, shape (rows, 1).
-        last: Last layers, ascending in each row; shape (rows, columns) or (1, columns).
+        first: First layers of stages, shape (rows, 1).
+        last: Last layers of stages, ascending in each row; shape (rows, columns) or (1, columns).
     """
 
     def __init__(self, first: IntArray, last: IntArray) -> None:
         self._is_first, self._inside = last == first, last >= first
         self.unkept = self.all = np.zeros((1, 1))
 
-    def received_input_bytes(self, _sizes: FloatArray, own_input: FloatArray) -> FloatArray:
-        """Return the part of each layer's input that its stage received: `own_input` for a first layer, else 0."""
-        return np.where(self._is_first, own_input, 0.0)
+    def received_input_bytes(self, _sizes: FloatArray, all_input: FloatArray) -> FloatArray:
+        return np.where(self._is_first, all_input, 0.0)  # only a stage's first layer has input from earlier stages
 
     def peak_backward(self, peaks: FloatArray, end_twice: FloatArray, _backward: Backward | None = None) -> FloatArray:
         """Return the peak memory of each stage's backward; see `RelayedTensors.peak_backward`.
 
         Args:
-            peaks: Peak memory of the backward of each layer, in bytes.
-            end_twice: Part of `peaks` that counts twice if the layer is the last of its stage.
+            peaks: Peak memory of each layer's backward, in bytes.
+            end_twice: Bytes of the layer's output and of the output's gradient in `peaks`.
             _backward: Ignored.
         """
         highest = np.maximum.accumulate(np.where(self._inside, peaks, -np.inf), axis=1)

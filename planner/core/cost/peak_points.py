@@ -15,11 +15,12 @@
     first W        as W, and gradients                          as W, and input backward gradients
     send B         input gradient                               the previous input gradients
 
-Input backward gradients are the parameter gradients that I creates.
+Input backward gradients are the parameter gradients that I creates, because W creates only large ones.
 While an action runs, a part named after it exists, such as `forward`, `last forward`, `first backward` or `backward`.
-This part includes all memory of the running micro-batch: its other parts are removed when the action starts, and added
-when it ends. With replicas, `message` replaces the part of the last backward while gradients are sent. `casts` exists
-from the first forward to the last backward, twice if a stage has both whole and split backwards.
+This part includes all memory of the running micro-batch. Other parts of this micro-batch are removed when the action
+starts, and added when it ends. If replicas exchange gradients during the last backward, the part `message` exists at
+this time instead of `last backward`. `casts` exists from the first forward to the last backward, twice if a stage has
+both whole and split backwards.
 
 Columns have the counts while an action runs, without the running micro-batch. F1's input is received before F0:
 
@@ -108,9 +109,9 @@ class PeakPoints:
     in_flight: int
     """Largest number of micro-batches in flight (N)."""
     alike: tuple[PartsAtPoint, ...]
-    """Points for a stage that recomputes the last micro-batch if it recomputes the others."""
+    """Points for a stage that recomputes all micro-batches or none."""
     apart: tuple[PartsAtPoint, ...]
-    """Points for a stage that recomputes all micro-batches except the last one."""
+    """Points for a stage that recomputes all micro-batches except the last one (`except-last`)."""
 
 
 def stage_peak_points(schedule: Schedule, *, micro_batches: int, num_later: int = 0) -> PeakPoints:
@@ -173,37 +174,34 @@ def _warm_up_and_alternate(m: int, n: int, *, last_differs: bool) -> Iterator[Pa
 
 
 class PartCounts(NamedTuple):
-    """Number of times that each memory part (`PARTS`) exists on a device; shape (actions, chunks, parts)."""
+    """Number of memory parts of each kind (`PARTS`) on a device; shape (actions, chunks, parts)."""
 
     during: IntArray
     """Counts while an action runs."""
     message: IntArray
-    """As `during`, but the part `message` or `weight_message` replaces that of each stage's last backward."""
+    """Counts while an action runs; for the last backward of a stage, counts while gradients are sent to replicas."""
     after: IntArray
     """Counts between each action and the next one."""
 
 
 class CountChanges(NamedTuple):
-    """Memory parts (`PARTS`) that one action of a device allocates or frees.
+    """Changes of a device's counts of memory parts (`PARTS`) by one action.
 
-    `before` and `after` are flat lists of pairs: an index and the number to add to the count at this index. The index
-    is chunk * len(PARTS) + position in `PARTS`.
+    `before` and `after` contain pairs of numbers i, n: add n to count i. The counts of chunk 0 come first, in the order
+    of `PARTS`, then those of chunk 1, and so on.
     """
 
     before: tuple[int, ...]
     """Changes between the previous action and this one, including transfers."""
     running: tuple[int, ...]
-    """Indices (without numbers) of the parts that exist only while the action runs. A stage's last backward has two:
-    its own part and `message`."""
+    """Index of the part that exists only while the action runs. For a stage's last backward, the index of `message` or
+    `weight_message` follows."""
     after: tuple[int, ...]
     """Changes at the end of the action."""
 
 
 def part_count_changes(actions: Sequence[Sequence[Action]]) -> tuple[tuple[CountChanges, ...], ...]:
-    """Return which memory parts (`PARTS`) each action of each device allocates and frees.
-
-    After the actions of a device come the changes by the optimizer's step of each of its chunks.
-    """
+    """Return each device's changes of part counts: by each action, then by the optimizer's step of each chunk."""
     return tuple(tuple(_PartCounter(row, last).changes(program)) for row, program, last in _programs(actions))
 
 
@@ -213,7 +211,7 @@ def _programs(actions: Sequence[Sequence[Action]]) -> Iterator[tuple[Any, tuple[
 
 
 def part_counts(actions: Sequence[Sequence[Action]]) -> tuple[PartCounts, ...]:
-    """Return, for each device, how often each memory part (`PARTS`) exists during and after every action."""
+    """Return, for each device, the number of memory parts of each kind (`PARTS`) during and after every action."""
     chunks = len({action.stage for action in actions[0]})
     return tuple(_counts(changes[:-chunks], chunks) for changes in part_count_changes(actions))
 
@@ -241,8 +239,6 @@ _MESSAGES: Final[Mapping[Letter, PartName]] = {"B": "message", "W": "weight_mess
 
 
 class _PartCounter:
-    """Simulation of a device's instructions that counts memory parts; the module's docstring has the rules."""
-
     def __init__(self, row: Sequence[Action], last: int) -> None:
         stages = sorted({action.stage for action in row})
         self._last = last
@@ -363,16 +359,18 @@ class _PartCounter:
 
 @lru_cache(maxsize=1024)
 def peak_part_counts(actions: tuple[tuple[Action, ...], ...]) -> tuple[IntArray, ...]:
-    """Return, for each device, how often each memory part (`PARTS`) exists at all points where its memory may peak.
+    """Return, for each device, the number of memory parts of each kind (`PARTS`) at points where its memory may peak.
 
-    The optimizer's steps are included. A point is left out if another point has at least as many of every part. The
-    arrays have the shape (points, chunks, parts).
+    Shape (points, chunks, parts). A point is left out if another point has at least as many parts of every kind.
     """
     return tuple(starmap(_peak_part_counts, _programs(actions)))
 
 
 def part_counts_at_points(actions: tuple[tuple[Action, ...], ...]) -> Iterator[IntArray]:
-    """Return the counts of `peak_part_counts` at every distinct point of the step, also where memory cannot peak."""
+    """Yield, for each device, the number of memory parts of each kind (`PARTS`) at all points in the step.
+
+    Shape (points, chunks, parts). Points with equal counts are listed once.
+    """
     return starmap(_distinct_part_counts, _programs(actions))
 
 
@@ -388,9 +386,9 @@ def _peak_part_counts(row: tuple[Action, ...], program: tuple[Instruction, ...],
 
 
 def optimizer_step_counts(chunks: int) -> IntArray:
-    """Return the number of copies of each memory part (`PARTS`) on a device while the optimizer updates its chunks.
+    """Return the number of memory parts of each kind (`PARTS`) on a device while the optimizer updates its chunks.
 
-    Entry [u, c, p] is for part p of chunk c during the update of chunk u. The autocast cache does not count.
+    Entry [u, c, p] is for part p of chunk c during the update of chunk u.
     """
     steps = np.zeros((chunks, chunks, len(PARTS)), np.int64)
     steps[:, :, _PLACE["gradients"]] = 1

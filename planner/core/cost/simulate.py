@@ -1,10 +1,10 @@
 """Simulate the schedule of a training step: when each action and each transfer starts and ends.
 
-    start of an action    = latest of: end of the device's previous action; arrival of the message that it needs;
-                            over a blocking link, the receiver then spends the transfer time before it starts
-    end                   = start + duration
-    arrival of a message  = end of the sender's action, over a blocking link;
-                            else latest of (that end, link is free) + transfer time
+    start of an action    = max(end of the device's previous action, arrival of the message that the action needs)
+                            + transfer time, if the link is blocking
+    end of an action      = start + duration
+    arrival of a message  = end of the sender's action, if the link is blocking
+                            else max(end of the sender's action, time when the link is free) + transfer time
 
 Each device runs one action at a time, in its action order. Each direction of a link has one sender and carries one
 message at a time, in the order of the sender's actions. These orders do not depend on times, so that they are computed
@@ -35,8 +35,6 @@ from planner.core.schedule import (
 
 
 class _Time(Protocol):
-    """Time of any type that can be added to others: a number, an array or a linear expression."""
-
     def __add__(self, other: Any, /) -> Any: ...
     def __sub__(self, other: Any, /) -> Any: ...
 
@@ -59,7 +57,7 @@ class StageTimes:
     send_us: float = 0.0
     """One transfer over the boundary to the next stage, in either direction; 0 for the last stage."""
     blocking: bool = False
-    """True if a transfer over that boundary keeps the receiving device busy."""
+    """True if a transfer over this boundary keeps the receiving device busy."""
     recompute_us: float = 0.0
     """Part of `backward_us` that recomputes activations."""
     last_recompute_us: float = 0.0
@@ -192,8 +190,8 @@ def makespans(
         blocking: True if a transfer keeps the receiver busy: one value per stage, or one value for all.
         own_us: Time of all-reduces and optimizer steps of each device, shape (partitions, devices); None to leave it
             out.
-        sums_us: Time of each stage's all-reduce, shape (partitions, stages). All-reduces that end early
-            (`early_allreduces_us`) are subtracted from `own_us`.
+        sums_us: Time of each stage's all-reduce, shape (partitions, stages). All-reduce time before the device's last
+            action ends is subtracted from `own_us`.
 
     Raises:
         ValueError: As in `simulate`, or the arrays' shapes differ.

@@ -69,7 +69,7 @@ def costs_without_records(layers: Sequence[LayerProfile], n: int) -> ProfiledLay
             output_gradient=output,
             # It is unknown whether `saved` includes the output. Assume that it includes as much as possible.
             unsaved_output=np.maximum(output - saved, 0.0),
-            unkept_input=nothing,
+            unsaved_input=nothing,
             input_alive=nothing,
             copied_input=nothing,
         ),
@@ -136,7 +136,7 @@ def _boundaries(
         output_gradient=np.append(gradients[1:], crossing_bytes[-1]),
         unsaved_output=unkept,
         # Input that no layer keeps still exists while its layer runs. The model's own input is counted elsewhere.
-        unkept_input=np.append(0.0, unkept[:-1]),
+        unsaved_input=np.append(0.0, unkept[:-1]),
         input_alive=np.append(0.0, output[:-1]),
         copied_input=received * writes,
     )
@@ -169,7 +169,7 @@ def _exact_levels(
     return LayerMemory(
         saved=saved,
         internal=peaks(lambda detail: detail.internal_bytes),
-        forward=held + boundaries.unkept_input + peaks(lambda detail: detail.forward_peak_bytes),
+        forward=held + boundaries.unsaved_input + peaks(lambda detail: detail.forward_peak_bytes),
         no_grad=peaks(lambda detail: detail.no_grad_peak_bytes) + boundaries.input_alive,
         # Gradients of later layers exist already. Their sum is added at the stage's end, so those of this layer and of
         # earlier layers are subtracted here.

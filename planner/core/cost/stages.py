@@ -1,8 +1,8 @@
 """Memory of many stages of a chain at once: sums and maxima over the layers of each stage.
 
-A table has one row for each of several first layers, and one column for each of several last layers or lengths. Each
-entry is a stage. `planner.core.cost.parts` divides the bytes of stages into parts, and `planner.core.cost.peak_points`
-counts the parts at each point in the step.
+A table has one row per first layer of a stage, and one column per last layer or per number of layers.
+`planner.core.cost.parts` divides the bytes of stages into parts, and `planner.core.cost.peak_points` counts the parts
+at each point in the step.
 """
 
 from collections.abc import Callable, Mapping
@@ -32,7 +32,7 @@ _Record = TypeVar("_Record")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StagePeaks:
-    """Peak memory of one micro-batch while it runs on a stage, in bytes. Arrays contain several stages.
+    """Peak memory of one micro-batch while it runs on a stage, in bytes, for many stages.
 
     Other micro-batches, received input and transfer buffers are not included.
     """
@@ -52,7 +52,7 @@ class StagePeaks:
     message: FloatArray
     """Highest memory in the last backward while gradients are sent to other replicas, if M > 1."""
     transient: FloatArray
-    """Highest transient memory of any action, without exact memory records."""
+    """Highest temporary memory of any action; used if the profile has no exact memory records."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -62,20 +62,20 @@ class SplitBackwardMemory:
     held: FloatArray
     """Bytes that a micro-batch stores between I and W."""
     gradients: FloatArray
-    """Part of the stage's parameter gradients that I creates."""
+    """Bytes of the parameter gradients that I creates; W creates the others."""
     first_input: FloatArray
-    """Highest memory in the first I, with the parameter gradients that it creates and the stage's output."""
+    """Highest memory in the first I, including the stage's output and the parameter gradients that I creates."""
     input: FloatArray
-    """Highest memory in a later I, with the stage's output."""
+    """Highest memory in a later I, including the stage's output."""
     first_weight: FloatArray
-    """Highest memory in the first W, including the parameter gradients that it creates."""
+    """Highest memory in the first W, including the parameter gradients that W creates."""
     weight: FloatArray
     """Highest memory in a later W."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StageTable:
-    """Memory of many stages, in bytes: one row per first layer, one column per last layer or length.
+    """Memory of many stages, in bytes: one row per first layer, one column per last layer or per number of layers.
 
     If all rows or all columns of an array are equal, it may have one row or one column. Entries whose last layer is
     before the first layer are undefined.
@@ -94,7 +94,7 @@ class StageTable:
     renewed: FloatArray
     """Bytes of tensors that a forward stores in module attributes. They exist as long as the forward's activations."""
     data: FloatArray
-    """Bytes of those inputs and targets of the mini-batch that this stage reads."""
+    """Bytes of the mini-batch's inputs and targets that the stage reads."""
     input: FloatArray
     """Bytes received for one micro-batch; 0 for stage 0, which reads slices of the mini-batch."""
     copied_input: FloatArray
@@ -130,12 +130,12 @@ def stage_table(
     Args:
         costs: Costs of the layers at the plan's micro-batch size.
         firsts: First layers.
-        lasts: Last layers. In a chain without skip connections and shared parameters, it may also be a number n, for
-            stages of 1 to n layers; stages beyond the end of the chain are then meaningless.
+        lasts: Last layers; or a number n, for stages of 1 to n layers, if the chain has no skip connections and no
+            shared parameters.
         micro_batches: Number of micro-batches.
         splits_backward: True to include the memory with a split backward; only if `lasts` is a slice.
 
-    Complexity: O(columns) for each of `firsts`.
+    Complexity: O(number of stages).
     """
     builder = StageTableBuilder(costs, firsts, lasts)
     stages = builder.table(micro_batches)
@@ -143,9 +143,9 @@ def stage_table(
 
 
 def with_recomputed_layers(stages: StageTable, levels: SavedAndPeaks[Any]) -> StageTable:
-    """Return a table of the same stages if each recomputes some of its layers.
+    """Return a copy of a table for stages that recompute some of their layers.
 
-    `levels` has the stages' saved bytes and peaks with this recomputation.
+    `levels` has the saved bytes and peaks of these stages.
     """
 
     def of_all(size: FloatArray | float) -> FloatArray:
@@ -207,6 +207,7 @@ class StageTableBuilder:
         self.first = firsts[:, None]
         self.passing: RelayedTensors | NoRelayedTensors
         if isinstance(columns, int):
+            # Entries of stages that would end after the chain are meaningless.
             self.last = np.minimum(self.first + np.arange(columns), costs.num_layers - 1)
             self.columns = self.last
             self.passing = NoRelayedTensors(self.first, self.last)
@@ -217,7 +218,6 @@ class StageTableBuilder:
         self.saved_before = prefix_sums(costs.memory.saved)[firsts][:, None]
 
     def table(self, micro_batches: int) -> StageTable:
-        """Return the memory of the stages; see `stage_table`."""
         costs, passing = self.costs, self.passing
         state, edge, shape = costs.state, costs.boundaries, (len(self.firsts), self.last.shape[1])
         is_last = self.last == costs.num_layers - 1
@@ -337,7 +337,7 @@ class StageTableBuilder:
         costs, levels, edge, columns = self.costs, self.costs.memory, self.costs.boundaries, self.columns
         passing, casts = self.passing, self.costs.state.casts
         # Received tensors count as the stage's input, even if a later layer of the stage reads them.
-        unkept = passing.received_input_bytes(passing.unkept, edge.unkept_input[columns])
+        unkept = passing.received_input_bytes(passing.unkept, edge.unsaved_input[columns])
         alive = passing.received_input_bytes(passing.all, edge.input_alive[columns])
         backward = self._highest_backward(levels.backward, levels.end_twice, "later")
         backward = backward - suffix_sums(casts)[self.last] + output

@@ -2,7 +2,7 @@
 
 Let the layers a < b share a parameter. Autograd sums the gradients of both uses within a micro-batch, and adds the sum
 to the gradient of earlier micro-batches. So a second gradient exists from b's backward to a's backward. In the first
-micro-batch, the sum becomes the gradient itself, which exists once and not once per layer.
+micro-batch, there is no earlier gradient, and the sum becomes the parameter's gradient.
 
 Autograd adds a's gradient to b's in place, unless b's gradient is a view of another tensor. The gradient of a linear
 layer's weight is such a view. Then the sum is a new tensor, and three tensors exist while a runs its backward. The sum
@@ -39,7 +39,7 @@ class WaitingGradients(NamedTuple):
     """Bytes of gradients that wait until all layers that share the parameter have run their backward."""
 
     rows: BoolArray
-    """True for each first layer of a stage to which `bytes` applies; shape (first layers,)."""
+    """True for a first layer if `bytes` applies to the stages that begin with it; shape (first layers,)."""
     bytes: FloatArray
     """Bytes to add to the peak memory of a backward; shape (layers, ends): layer that runs, last layer of the stage.
     They may be negative in the first backward, to correct a peak that counts a shared gradient once for each layer."""
@@ -60,7 +60,7 @@ def waiting_gradients(
 
     Args:
         costs: Costs of the layers.
-        backward: `first` or `later` micro-batch.
+        backward: Backward of the `first` or of a `later` micro-batch.
         firsts: First layers of stages.
         layers: Layers whose backward runs.
         ends: Last layers of stages.
@@ -127,13 +127,11 @@ def _next_use(costs: ChainCosts, layer: int) -> float:
 
 
 def waiting_gradients_in_stage(costs: ChainCosts, backward: Backward, first: int, end: int) -> FloatArray:
-    """Return, for each layer of a stage, the bytes of shared parameters' gradients that exist during its backward.
-
-    These are gradients of later layers, which wait for the backward of an earlier layer with the same parameter.
+    """Return the bytes of shared parameters' gradients that wait during the backward of each layer of a stage.
 
     Args:
         costs: Costs of the layers.
-        backward: `first` or `later` micro-batch.
+        backward: Backward of the `first` or of a `later` micro-batch.
         first: First layer of the stage.
         end: One past its last layer.
 

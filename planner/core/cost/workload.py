@@ -26,7 +26,7 @@ class SampleWork:
     tokens: int = 0
     """Tokens of a sample; 0 if they are not known."""
     flops: float = 0.0
-    """Model FLOPs of a sample in all stages, divided by the GPUs that share each layer; 0 if the profile has none."""
+    """Model FLOPs of a sample; under tensor parallelism, those on one GPU of a group. 0 if the profile has none."""
     peak_flops_per_s: float = 0.0
     """Peak rate of a GPU in the profile's precision; 0 if it is not known."""
 

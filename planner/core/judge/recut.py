@@ -19,8 +19,8 @@ def with_cuts(
 ) -> Plan:
     """Return a plan with other cuts, and with the recomputation that the new stages need.
 
-    Each device gets the fastest recompute choice that fits and that the plan's `--recompute` option allows, except
-    `layers`. If no choice fits, the device gets the one with the least memory.
+    Each device gets the fastest allowed recompute choice that fits: `never`, `except-last` or `always`. If none fits,
+    the device gets the choice with the least memory.
 
     Args:
         plan: Plan to change; its schedule, micro-batches and devices stay.

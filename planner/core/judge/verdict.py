@@ -30,7 +30,7 @@ class Verdict:
 
     schema: Literal["gpipe-plan/check/v1"] = "gpipe-plan/check/v1"
     fits: bool
-    """True if no finding of any kind is an error and, with `strict`, none is a warning: the check passes."""
+    """True if the check passes: no finding is an error or, with `strict`, a warning."""
     findings: tuple[Finding, ...]
     plan: Plan | None
     """Plan with values computed from the profile; None if the profile does not match the plan."""
@@ -122,7 +122,7 @@ def with_findings(verdict: Verdict, findings: Sequence[Finding]) -> Verdict:
 
 
 def with_difference(verdict: Verdict, before: Plan, *, against: str, recomputed: bool) -> Verdict:
-    """Return a verdict with the differences from another plan, and with findings about more memory or time.
+    """Return a verdict with the differences from another plan, and with findings if it needs more memory or time.
 
     Args:
         verdict: Result of a check; returned unchanged if it has no plan.
@@ -273,8 +273,7 @@ def checkable_report(written: Plan, verdict: Verdict) -> SolverReport | None:
         verdict: Verdict on this plan.
 
     Returns:
-        The stored report. If the stored step time is wrong, the stored bounds belong to another plan. The result is
-        then the report of `verdict.plan`, with the status `given` and without bounds.
+        The stored report. If the stored step time is wrong, a report with the status `given` and without bounds.
     """
     now, codes = verdict.plan, {each.code for each in verdict.findings}
     if now is None or codes & {"GP101", "GP201"} or now.inputs != written.inputs:

@@ -44,16 +44,16 @@ class Action(NamedTuple):
 
 
 class ComputeTimeBounds(NamedTuple):
-    """Lower bounds of compute times for one micro-batch in microseconds, valid for every partition."""
+    """Lower bounds of times of one micro-batch, in microseconds, that hold for every partition."""
 
     work_us: float
     """Forward plus backward time of all layers on the fastest device."""
     forward_us: float
-    """Time that some device of every partition takes at least for its forwards."""
+    """Largest forward time of a device."""
     backward_us: float
-    """Time that some device of every partition takes at least for its backwards."""
+    """Largest backward time of a device."""
     pair_us: float
-    """Time that some device of every partition takes at least for its forwards and backwards together."""
+    """Largest forward plus backward time of a device."""
 
 
 class Schedule(ABC):
@@ -74,16 +74,13 @@ class Schedule(ABC):
     is_forwards_first: ClassVar[bool] = False
     """True if every device runs all forwards of a step before its first backward."""
     needs_search: bool = False
-    """True if the schedule has no action orders yet, because the solver searches them for given stages."""
+    """True if the solver must search action orders for the schedule."""
     splits_backward: ClassVar[bool] = False
     """True if some or all backwards are split into an input-gradient (I) and a weight-gradient (W) pass."""
     has_closed_form: ClassVar[bool] = False
     """True if `planner.core.cost.step_time` computes the step time by a formula, without simulation."""
     has_known_peak_points: ClassVar[bool] = False
-    """True if `planner.core.cost.peak_points` lists the points of a step at which a stage's memory may be highest.
-
-    For other schedules, these points are found by a simulation of the step.
-    """
+    """True if `planner.core.cost.peak_points` lists the points in the step at which a stage's memory may peak."""
     is_one_forward_one_backward: ClassVar[bool] = False
     """True if a stage with n later stages has at most n + 1 micro-batches in flight."""
 
@@ -116,7 +113,7 @@ class Schedule(ABC):
         return ()
 
     def runs_chunks(self, chunks: int) -> bool:
-        """Return True if the schedule allows `chunks` stages per device, or if `chunks` is 0: not chosen yet."""
+        """Return True if the schedule allows `chunks` stages per device, or if `chunks` is 0 (chosen by the solver)."""
         if self.exact_chunks is not None:
             return chunks in (0, self.exact_chunks)
         return self.is_chunked or chunks in (0, 1)

@@ -41,7 +41,7 @@ _Message = tuple[MessageKind | None, int, int]
 
 
 class PassStartTimes(NamedTuple):
-    """Start times of the first micro-batch's four passes on a device, in units: a pass takes one unit."""
+    """Start times of the first micro-batch's four passes on a device; a pass takes one unit of time."""
 
     forward_down: int
     """F of the device's first stage, on the way down the V."""
@@ -62,7 +62,7 @@ class BuildingBlockSchedule(VSchedule):
 
     @abstractmethod
     def most_held(self, num_devices: int) -> int:
-        """Return the largest number of forwards on a device, of both its stages together, that may wait for their W."""
+        """Return the largest number of F on a device whose W has not run yet, over both stages of the device."""
 
     def order(self, device: int, num_devices: int, micro_batches: int, chunks: int) -> tuple[Action, ...]:
         """Return the device's actions: the pattern of passes for each micro-batch.

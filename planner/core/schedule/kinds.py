@@ -40,19 +40,18 @@ class ActionKind:
     """Direction in which the action sends data: +1 to the next stage, -1 to the previous stage, 0 if it sends
     nothing."""
     message_kind: MessageKind | None
-    """Type of message that the action sends and waits for; None if it exchanges nothing with other stages."""
+    """Kind of the messages that the action sends and receives; None without messages."""
     follows: MessageKind | None
-    """If the action waits for no other stage: `message_kind` of the action that must run before on the same stage.
+    """Actions that receive no message wait for an action with this `message_kind` on the same stage.
 
-    Examples: F before B on the last stage, I before W on every stage.
+    Examples: B on the last stage waits for F; W waits for I.
     """
     paper: tuple[str, ...]
-    """Colors of the action's boxes in pictures, as hex, one per chunk in turn; readable on dark and light
-    backgrounds."""
+    """Colors of the action's boxes in pictures, one per chunk, then from the first color again."""
     ink: str
     """Color of the text on the boxes of pictures."""
     terminal: tuple[tuple[int, int], ...]
-    """Colors on a 256-color terminal: per chunk two shades, used for neighboring boxes in turn."""
+    """Colors on a 256-color terminal: for each chunk, two shades for alternating boxes."""
     terminal_ink: int
     """Color of the text on terminal boxes."""
 

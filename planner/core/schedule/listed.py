@@ -31,11 +31,11 @@ class ListedSchedule(Schedule):
         self.needs_search = not rows
 
     def __eq__(self, other: object) -> bool:
-        """Return True if action orders and intended placements are equal."""
+        """Return True if action orders and placements are equal."""
         return isinstance(other, ListedSchedule) and (self.rows, self._meant_for) == (other.rows, other._meant_for)
 
     def __hash__(self) -> int:
-        """Return equal hashes for equal action orders."""
+        """Return the hash of action orders and placement."""
         return hash((self.rows, self._meant_for))
 
     @cached_property
@@ -45,10 +45,7 @@ class ListedSchedule(Schedule):
 
     @property
     def exact_chunks(self) -> int | None:  # type: ignore[override]
-        """Required number of stages per device.
-
-        It is 2 for a V-shaped placement for which no orders were found yet. Otherwise it is None.
-        """
+        """Number of stages per device that the schedule requires; None if it is not fixed."""
         return 2 if not self.rows and self._meant_for == "v" else None
 
     @cached_property

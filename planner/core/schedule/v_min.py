@@ -31,5 +31,4 @@ class VMin(BuildingBlockSchedule):
         )
 
     def most_held(self, num_devices: int) -> int:
-        """Return the largest number of forwards on a device, of both its stages together, that may wait for their W."""
         return 2 * ((num_devices + 4) // 3)

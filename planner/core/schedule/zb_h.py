@@ -1,13 +1,17 @@
 """ZB-H1 and ZB-H2: Qi et al. 2023 (Zero Bubble Pipeline Parallelism, arXiv:2401.10241), section 2.
 
 Both are 1F1B with deferred weight gradients; later stages defer more. Input gradients reach the first stage sooner, and
-the deferred W passes fill the end of the step. Stages i are counted from 0.
+the deferred W passes fill the end of the step.
 
-ZB-H1: stage i stores up to K micro-batches: K-i between F and I, and i between I and W. The first stage of 1F1B also
-stores up to K.
+Stage i = 0 … K-1 stores at most this number of micro-batches:
 
-ZB-H2: stage i stores up to 2K-1 micro-batches: 2(K-i)-1 between F and I, and 2i between I and W. If F = I = W and M is
-at least 2K-1, a device is idle only before its first and after its last action.
+              from F to I    from I to W    together
+    1F1B                                    K-i (until B)
+    ZB-H1     K-i            i              K
+    ZB-H2     2(K-i)-1       2i             2K-1
+
+Under ZB-H2, if F = I = W and there are at least 2K-1 micro-batches, a device is idle only before its first and after
+its last action.
 """
 
 from typing import ClassVar
@@ -28,8 +32,7 @@ class ZBH1(Schedule):
     title = "ZB-H1"
     torch_name = ""
     splits_backward = True
-    passes_per_stage: ClassVar[int] = 1
-    """Number n: stage i has n (K-1-i) warm-up forwards, and defers n i weight-gradient passes (W)."""
+    passes_per_stage: ClassVar[int] = 1  # number n: stage i has n * (K-1-i) warm-up forwards, and defers n * i W
 
     def order(self, device: int, num_devices: int, micro_batches: int, chunks: int) -> tuple[Action, ...]:
         """Return the warm-up forwards, then F, I and a deferred W in turn, then the remaining W."""

@@ -83,8 +83,7 @@ class Balance:
     order: tuple[str, ...] = ()
     """Actions of each device of a pipeline, in order, if the schedule was searched for this plan; else empty."""
     smaller: tuple[int, ...] = ()
-    """Smaller numbers of processes, in descending order, for which another file has cuts of the same model
-    (`cuts_path`)."""
+    """Smaller numbers of processes for which there are other balance files (`cuts_path`), in descending order."""
     planned: RunPrediction | None = None
     """Predictions with which the run compares itself at its end."""
 

@@ -33,7 +33,7 @@ class Links:
     """Device of the first process."""
     environment: Environment
     backend: str
-    """Backend of `torch.distributed` that moved the samples."""
+    """Backend of `torch.distributed` in the measurement."""
     boundaries: tuple[MeasuredLink, ...]
 
 

@@ -160,13 +160,10 @@ class SolverReport:
     lower_bound_us: float = 0.0
     """Lower bound of the step time of all plans that the request allows."""
     named_lower_bound_us: float = field(default=0.0, metadata=LEFT_OUT)
-    """Lower bound of the step time of those plans without a searched schedule.
-
-    0: not above `lower_bound_us`, or the request does not allow searched schedules alongside named ones.
-    """
+    """Lower bound of the step time of all plans without searched action orders, if above `lower_bound_us`; else 0."""
 
     def named_gap(self, step_us: float) -> float | None:
-        """Return (step time - `named_lower_bound_us`) / step time; None if `named_lower_bound_us` or `step_us` is 0."""
+        """Return the gap over the named schedules, for a plan with the step time `step_us`; None without a bound."""
         return max(0.0, 1 - self.named_lower_bound_us / step_us) if self.named_lower_bound_us and step_us else None
 
 
@@ -181,10 +178,7 @@ class StageMemory:
     casts: int = field(default=0, metadata=LEFT_OUT)
     """Low-precision copies of weights in autocast's weight cache, while the schedule runs."""
     in_flight: int = 0
-    """Data of the mini-batch, and inputs, outputs and saved activations of the micro-batches in flight.
-
-    Of the running micro-batch, only the bytes that a waiting micro-batch has count here. The others are in `working`.
-    """
+    """Data of the mini-batch, and inputs, outputs and saved activations of the micro-batches in flight."""
     transfer: int = 0
     """Buffers of the engine: gradients being received or sent."""
     working: int = 0

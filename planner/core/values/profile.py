@@ -69,7 +69,7 @@ class Model:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """Device on which the numbers were measured."""
+    """Device on which a model was profiled."""
 
     kind: str
     name: str = ""
@@ -141,10 +141,7 @@ class MemoryDetail:
     target_bytes: int = 0
     """Last layer only: memory of the targets that the loss reads."""
     attribute_bytes: int = 0
-    """Memory of tensors in plain attributes of the layer's modules, stored from one forward to the next.
-
-    Parameters and buffers are not included. If forwards enlarge buffers, the additional bytes are included.
-    """
+    """Memory that forwards leave in plain attributes of the layer's modules, plus the growth of buffers in forwards."""
     renewed_bytes: int = 0
     """Part of `attribute_bytes` that each forward creates and its backward reads, such as a pruned weight.
 
@@ -166,9 +163,9 @@ class SplitMemory:
     held_input_bytes: int = 0
     """Part of `held_bytes` that is the layer's input."""
     weight_gradient_bytes: int
-    """Part of `LayerProfile.gradient_bytes` that W creates; I creates the other gradients."""
+    """Bytes of the parameter gradients that W creates; I creates the others."""
     first_input_peak_bytes: int
-    """Peak during the first micro-batch's I, including the parameter gradients that it creates."""
+    """Peak during the first micro-batch's I, including the parameter gradients that I creates."""
     input_peak_bytes: int
     """Peak during a later I."""
     output_first_input_peak_bytes: int | None = None
@@ -180,7 +177,7 @@ class SplitMemory:
     end_input_peak_bytes: int | None = None
     """Peak during a later I if the layer ends a stage, including its outputs and their gradients."""
     first_weight_peak_bytes: int
-    """Peak during the first W, including the parameter gradients that it creates."""
+    """Peak during the first W, including the parameter gradients that W creates."""
     weight_peak_bytes: int
     """Peak during a later W."""
 
@@ -196,9 +193,9 @@ class ArrayKind:
     plain_bytes: int
     """Size without padding."""
     loop_bytes: int
-    """Size in a loop over micro-batches, which stores the array in the layout of the layer that reads it.
+    """Size in the layout that loops over micro-batches use.
 
-    float32 arrays that only matmuls read are stored with 16 bits per number.
+    Such loops store float32 arrays with 16 bits per number if only matmuls read them.
     """
     count: int = 1
 
@@ -274,11 +271,7 @@ class LayerProfile:
     tied_groups: tuple[TiedGroup, ...] = ()
     """Shared parameters, grouped by the earlier layers that share them; empty if there is only one group."""
     tied_view_bytes: int = field(default=0, metadata=LEFT_OUT)
-    """Size of the largest gradient of a shared parameter that is a view of another tensor; 0 if none is a view.
-
-    For example, the gradient of a linear layer's weight is a view. Autograd needs a new tensor to add an earlier
-    layer's gradient to a view.
-    """
+    """Size of the largest tensor that autograd allocates to add gradients of a shared parameter; 0 if it needs none."""
     optimizer_us: float = 0.0
     """Time of the optimizer's step over this layer's parameters, once per mini-batch."""
     optimizer_peak_bytes: int = 0

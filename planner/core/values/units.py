@@ -113,7 +113,7 @@ def parse_count(text: str, before: str = "") -> int:
         before: Text before the quantity in error messages, such as `--tokens `.
 
     Raises:
-        UsageError: The text is not a number, the number is zero, or its prefix is unknown.
+        UsageError: The text is not a number such as `1500` or `1T`, or the number is zero.
     """
     number, prefix = _split(text, "1T or 300M", before)
     factor = _COUNTS.get(prefix.upper())
@@ -172,12 +172,12 @@ def format_us(time_us: float) -> str:
 
 
 def unit_of_us(time_us: float) -> tuple[float, str]:
-    """Return the unit in which `format_us` writes a time: its length in microseconds, and its name."""
+    """Return the unit in which `format_us` writes `time_us`: microseconds per unit, and the unit's name."""
     return _in_largest_unit(float(time_us), 1000, _TIME_UNITS)[1:]
 
 
 def unit_of_bytes(size_bytes: float) -> tuple[float, str]:
-    """Return the unit in which `format_bytes` writes a size: its size in bytes, and its name."""
+    """Return the unit in which `format_bytes` writes `size_bytes`: bytes per unit, and the unit's name."""
     return _in_largest_unit(float(size_bytes), 1024, _SIZE_UNITS)[1:]
 
 
