@@ -1,8 +1,6 @@
 """Record values that a module's forward stores in attributes, such as `self.aux_loss`.
 
-Later code may read these values. For example, the model sums the losses of its experts, or a layer reads a size that
-another layer stored. So the values are recorded like the result of a call. A stage that skips the call sets the same
-attributes.
+Later code may read these values. For example, the model sums the losses of its experts.
 
 Attributes are compared before and after a call, including the lists, dicts and user-defined objects in attributes. A
 change is recorded if the new value is a tensor, a plain value such as a number, or a nest of these.
@@ -21,12 +19,12 @@ from torch.utils._pytree import tree_leaves
 from planner.model.leaves import TensorLeaf, is_plain
 from planner.model.nests import ABSENT, Nest, flatten, unflatten
 
-OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"forward"}
-"""Names of attributes that every module has, which hold no state of a model. Libraries replace `forward`."""
+OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"forward"}  # libraries replace `forward`
+"""Names of the attributes that every `nn.Module` has. They hold no state of a model."""
 
 
 _DEEPEST = 3
-"""Number of levels of objects, within an attribute, that are compared."""
+"""Number of nested levels of an attribute that are compared."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +144,7 @@ def apply_change(model: nn.Module, change: AttributeChange, leaves: Sequence[Any
 def stored_leaves(model: nn.Module, change: AttributeChange) -> list[Any]:
     """Return the leaves of the value that is now in the attribute of `change`.
 
-    For a list that grows, only the newest items count, as many as in the recording.
+    For a list to which a forward appends items, only the newest items count.
 
     Raises:
         LookupError: The attribute has no value, or its structure differs from the recording.
@@ -166,7 +164,7 @@ def stored_leaves(model: nn.Module, change: AttributeChange) -> list[Any]:
 
 @contextmanager
 def undo_attribute_changes(model: nn.Module, changes: Iterable[AttributeChange]) -> Iterator[None]:
-    """Undo recorded attribute changes when the `with` block ends, which frees tensors and their graphs."""
+    """Undo recorded attribute changes when the `with` block ends."""
     before: list[tuple[Any, Any, Any]] = []
     for change in changes:
         try:

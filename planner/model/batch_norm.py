@@ -1,14 +1,12 @@
 """Deferred batch normalization: running statistics of whole mini-batches, although each micro-batch runs alone.
 
-In training every micro-batch is normalized by its own statistics. A plain `BatchNorm` would also update its running
+In training every micro-batch is normalized by its own statistics. A plain `BatchNorm` would update its running
 statistics with every micro-batch, and once more when a micro-batch is recomputed. This module collects sums over all
 micro-batches. Once per step, it updates the running statistics with the mean and unbiased variance of the whole
-mini-batch. If the layer's inputs are equal, the statistics equal those of the unpartitioned model. (The idea comes from
-torchgpipe, which uses the biased variance.)
+mini-batch. (The idea comes from torchgpipe. Torchgpipe uses the biased variance.)
 
 While a layer runs, a pair of scratch tensors (mean, variance) replaces its running statistics, with a momentum of one.
-So torch's own kernel computes mean and variance, and no input is read twice. `planner.model.state` counts the memory
-of the scratch tensors and the sums.
+So torch's own kernel computes mean and variance, and no input is read twice.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,12 +24,12 @@ from planner.model.calling import restore_forward
 
 
 def has_batch_norm(model: nn.Module) -> bool:
-    """Return True if the model trains a batch normalization; its results depend on the micro-batch size."""
+    """Return True if the model has a batch normalization in training mode."""
     return any(isinstance(module, _BatchNorm) and module.training for module in model.modules())
 
 
 def uses_batch_in_evaluation(model: nn.Module) -> bool:
-    """Return True if a batch normalization has no running statistics, so that evaluation uses those of the batch."""
+    """Return True if a batch normalization of the model has no running statistics."""
     return any(isinstance(module, _BatchNorm) and module.running_mean is None for module in model.modules())
 
 
@@ -91,7 +89,7 @@ class BatchStatistics:
             self._add()
 
     def scratch_of(self, module: _BatchNorm, values: int) -> tuple[Tensor, Tensor]:
-        """Return two scratch tensors of shape (channels,), to which `module` writes its next input's mean and variance.
+        """Return two scratch tensors of shape (channels,) for the mean and variance of the next input of `module`.
 
         `values` is the number of values per channel in this input.
         """
@@ -106,7 +104,7 @@ class BatchStatistics:
         return call.mean, call.variance
 
     def update_running_statistics(self, group: dist.ProcessGroup | None = None) -> None:
-        """Update running statistics with the sums since the last call, over all ranks of `group`."""
+        """Update the running statistics with the sums of this step, added over all ranks of `group`."""
         # The order is that of the first forward. It is equal in all replicas, so each sum meets its counterparts.
         calls = list(self._calls.values())
         if calls and group is not None:

@@ -8,7 +8,7 @@ code that reads it must be in the same stage:
     forward of block 3      changes w         last access
 
 One recorded forward shows which tensors are written in place. A tensor that is assigned to an attribute (`self.h = h`)
-is state only if the next forward reads it, which a second recording shows. Numbers in attributes are ignored.
+is state only if the next forward reads it. A second recording shows this. Numbers in attributes are ignored.
 """
 
 from collections.abc import Iterable, Mapping
@@ -98,14 +98,13 @@ def attribute_states(first: Recording, second: SecondForward) -> list[CarriedSta
 
 
 def reused_tables(first: Recording, second: SecondForward) -> dict[AttributeKey, int]:
-    """Return the attributes in which the first forward caches a table that the second forward reuses.
+    """Return the attributes in which a module caches both a table and a number, such as a mask and its length.
 
-    A table is a tensor that depends on no parameter, floating-point input or random number, such as a mask. Attributes
-    with a number that the same module caches, such as the table's length, are also returned. Tables in modules without
-    a cached number are left out.
+    The first forward sets these attributes, and the second forward reads them. A table is a tensor that depends on no
+    parameter, floating-point input or random number.
 
     Returns:
-        For each attribute, the end of the call that sets the attribute: a number of an event in `first`.
+        For each attribute, the position in `first` where the call that sets the attribute ends.
     """
     set_again = set(map(attribute_key, second.recording.calls[0].changes))
     once = {attribute_key(change): change for change in first.calls[0].changes}
@@ -116,7 +115,7 @@ def reused_tables(first: Recording, second: SecondForward) -> dict[AttributeKey,
 
 
 def reason_against_cut(states: Iterable[CarriedState], cut: int) -> str:
-    """Return the reason against a cut if code before and after it uses the same state; else an empty text."""
+    """Return a message if code before the cut and code after the cut use the same state; else an empty text."""
     for state in states:
         if state.first < cut <= state.last:
             return f'forward changes "{state.name}", which both sides of the cut use (use it in one block only)'

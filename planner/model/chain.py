@@ -127,9 +127,8 @@ def chain_of(
         example_inputs: Function from a number of samples to inputs; only an `nn.Sequential` needs none.
         granularity: `coarse` for about one layer per block, `fine` for parts of blocks as well. A Sequential is always
             cut into its children.
-        loss_of: Function from a number of samples to a function that computes the loss from the model's output. Outputs
-            that the loss does not read are not sent to the last layer, except in a Sequential. If `loss_of` is None,
-            all outputs are sent.
+        loss_of: Function from a number of samples to a function that computes the loss from the model's output. If it
+            is None, all outputs count as read by the loss.
         uncut: Names of layers after which the model is not cut.
 
     Raises:
@@ -207,9 +206,9 @@ def shared_parameters(layers: Sequence[Layer]) -> list[list[tuple[int, str]]]:
 
 
 def tied_parameters(layers: Sequence[Layer]) -> dict[str, tuple[str, ...]]:
-    """Return, for each name of a tied parameter, its names in the other layers that have it.
+    """Return a dict from the name of each tied parameter to its names in other layers.
 
-    A layer may use a parameter of a module outside of the layer. Then the result has the layer's name instead.
+    For a layer that has no own name for the parameter, the dict contains the name of the layer.
     """
     tied: dict[str, tuple[str, ...]] = {}
     for owners in shared_parameters(layers):

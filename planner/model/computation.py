@@ -1,9 +1,8 @@
 """Compute digests of a model's code: loss function, activations, and forwards of the user's classes.
 
-Names and shapes of layers do not show this code. The two digests, of the loss and of the layers, show whether a resumed
-run still trains the same model. They are computed from the parsed code, so comments, docstrings and formatting do not
-count. They may differ between Python versions. Of installed packages (torch, transformers), only the names of the
-functions and classes count. So a new release does not change the digests.
+The digests show whether a resumed run still trains the same model. They are computed from the parsed code, so
+comments, docstrings and formatting do not count. They may differ between Python versions. Code of installed packages,
+such as torch, does not count either: the digests contain only the names of its functions and classes.
 """
 
 import ast
@@ -24,7 +23,7 @@ _SCALARS: Final = (bool, int, float, str, type(None))
 
 
 def code_digests(model: nn.Module, loaded: LoadedModel) -> dict[str, str]:
-    """Return digests of the code of the loss (`loss`) and of the model (`layers`). The model may be on any device."""
+    """Return two digests: of the code of the loss (`loss`), and of the code of the model (`layers`)."""
     # The constants that a loss reads count as well. Those of a layer are mostly sizes, which its tensors show.
     reader = _CodeReader(constants=True)
     loss = [reader.described(loaded.loss_fn), reader.described(loaded.loss_count)]

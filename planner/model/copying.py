@@ -30,10 +30,8 @@ def copy_module(module: _Module, instead: Mapping[int, Any] = MappingProxyType({
 
 @contextmanager
 def _without_own_copies(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Let `copy.deepcopy` ignore `__deepcopy__` methods of the user's module classes in the `with` block.
-
-    Such a method may build a new module, without the replacements that `copy_module` gets as `instead`.
-    """
+    """Let `copy.deepcopy` ignore `__deepcopy__` methods of the user's module classes in the `with` block."""
+    # Such a method may build a new module, and ignore the argument `instead` of `copy_module`.
     classes = {each for module in modules for each in type(module).__mro__ if "__deepcopy__" in vars(each)}
     own = {each: vars(each)["__deepcopy__"] for each in classes if each.__module__.partition(".")[0] != "torch"}
     for each in own:

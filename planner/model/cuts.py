@@ -1,7 +1,7 @@
 """Find where a recorded model can be cut, and which tensors cross each cut.
 
-A cut is a point in time of the recorded forward. Calls of modules that ended before the cut do not run in later stages,
-which receive the results instead. A call that has begun but not ended at the cut, such as the model's own `forward`,
+A cut is a position in the recorded forward. Calls of modules that ended before the cut do not run in later stages:
+these stages receive the results. A call that has begun but not ended at the cut, such as the model's own `forward`,
 runs again in the next stage from its start, on the received tensors. Some results of this code are sent instead
 (`planner.model.sent_results`).
 
@@ -33,13 +33,13 @@ from planner.model.repeated_code import RepeatedCode
 from planner.model.sent_results import SentResultFinder
 
 _NEAR = 1.1
-"""Cuts are kept if at most this many times the bytes of the best nearby cut cross them."""
+"""Largest number of bytes across a cut that is kept, relative to the smallest number across a nearby cut."""
 
 _WIDEST = 3.0
 """Largest number of bytes across a cut inside a block, relative to those across the cuts around the block."""
 
 _Life = tuple[int, int, int, list[int]]
-"""Lifetime of a used version: its number, and the event numbers of its creation, last use and all uses."""
+"""Version of a storage: its number, and the positions of its creation, of its last use, and of all uses."""
 
 
 @dataclass(frozen=True)
@@ -49,17 +49,15 @@ class CutCrossing:
     values: tuple[int, ...]
     """Indices of the tensors in `Recording.values`."""
     model_tensors: frozenset[str]
-    """Parameters and buffers that later stages read when they repeat code from before the cut."""
+    """Parameters and buffers that later stages read when they run code from before the cut again."""
     problem: str | None
     """Reason why the model cannot be cut here; None if it can."""
     has_effect: bool
-    """False if the loss does not depend on one of the tensors, although it has a gradient.
-
-    The next stage would return a gradient of zeros, but in a plain loop the tensor's parameters get no gradient."""
+    """False if the loss does not depend on a tensor that crosses the cut and requires a gradient."""
 
 
 class PossibleCuts:
-    """Possible cuts of a recorded model. Cuts and times are event numbers (`planner.model.recording`)."""
+    """Possible cuts of a recorded model. A cut is a position in the recording (`planner.model.recording`)."""
 
     def __init__(self, recording: Recording, model: nn.Module) -> None:
         self.recording = recording
@@ -93,9 +91,9 @@ class PossibleCuts:
         """Return the tensors that cross `cut`, because later code uses them.
 
         Args:
-            cut: Event number of the cut.
-            used_before: Event number from which uses do not count.
-            with_unread: True if outputs that the loss does not read count as used.
+            cut: Position of the cut in the recording.
+            used_before: Uses at this position or later are ignored.
+            with_unread: True to include outputs of the model that the loss does not read.
         """
         # Uses are in order, so the first one after the cut decides whether the version is used before `used_before`.
         live = [
@@ -142,9 +140,9 @@ class PossibleCuts:
         )
 
     def count_operands_and_results(self, cut: int) -> tuple[int, int]:
-        """Return two counts: tensors that cross a cut only for repeated code, and results that this code recomputes.
+        """Return the costs of code that runs before the cut and again after the cut.
 
-        Repeated code runs before the cut, and again after the cut.
+        The costs are two counts: tensors that are sent only for this code, and results that it computes a second time.
         """
         flow = self.recording.flow.nodes
         read_after = {flow[v]["storage"] for v, _, last, _ in self._lives if last >= cut}
@@ -154,7 +152,7 @@ class PossibleCuts:
         return len(crossing - read_after), sum(self.sent_result(number, cut) is None for number in repeated)
 
     def model_tensors(self, first: int, end: int) -> frozenset[str]:
-        """Return the names of the parameters and buffers that a stage from event `first` to event `end` needs."""
+        """Return the names of the parameters and buffers that the stage between the cuts `first` and `end` needs."""
         inside = (o.model_tensors for o in self.recording.operators if first <= o.time < end)
         # The model's output is used at the end of the last layer.
         used_before = END + 1 if end == END else end
@@ -163,9 +161,9 @@ class PossibleCuts:
         return frozenset(name for names in inside for name in names) | crossing.model_tensors | returned
 
     def missing_outputs(self, cut: int, model_tensors: frozenset[str]) -> frozenset[int]:
-        """Return indices of output leaves that the loss does not read and that stages after `cut` cannot compute.
+        """Return the indices of the model's outputs that the loss does not read and later stages cannot compute.
 
-        These stages have the parameters and buffers `model_tensors`.
+        Later stages are the stages after `cut`. They have the parameters and buffers `model_tensors`.
         """
         unread = self.recording.unread
         if not unread:
@@ -195,14 +193,14 @@ class PossibleCuts:
         return frozenset(leaf for leaf, version in enumerate(self.recording.outputs) if version in missing & unread)
 
     def choose(self, granularity: Granularity) -> tuple[list[int], list[str]]:
-        """Return the useful cuts in order, and reasons why the model is not cut after other calls.
+        """Return the useful cuts in order, and reasons against other cuts.
 
         The model is cut at these places, if possible:
 
         - after each block (a member of a ModuleList, ModuleDict or Sequential)
         - outside of blocks, after modules that contain modules with parameters
-        - between two of these cuts, after other modules: where at most 1.1 times the fewest bytes cross (`_NEAR`)
-        - within blocks, if `granularity` is `fine` and few bytes cross
+        - between these cuts, after other modules, where few bytes cross
+        - within blocks, where few bytes cross, if `granularity` is `fine`
         """
         calls = self.recording.calls
         # Boundaries between blocks are natural cuts. Any other cut is useful only if few bytes cross it.
@@ -253,6 +251,7 @@ class PossibleCuts:
             crossing = self.crossing(cut)
             if crossing.problem is not None:
                 problems.append(f'after "{call.path}": {crossing.problem}')
+            # Without effect, the next stage would return zeros for a gradient that is None in a plain loop.
             elif crossing.has_effect:
                 possible.append(cut)
         return sorted(set(possible))
@@ -270,7 +269,7 @@ class PossibleCuts:
         return self._cut_after_call[call.number]
 
     def _draws_after(self, result: FunctionResult) -> bool:
-        """Return True if code draws random numbers between a result and the next start or end of a call."""
+        """Return True if random numbers are drawn after `result`, before the next submodule is called."""
         parent = self.recording.calls[result.call]
         next_enter = self.recording.calls[parent.children[result.gap]].enter
         return any(
@@ -282,14 +281,10 @@ class PossibleCuts:
         return not call.constant and call.exit <= self._last_trained
 
     def _no_wider_than_around(self, cuts: list[int], calls: Sequence[ModuleCall]) -> list[int]:
-        """Return the cuts, without cuts inside one of `calls` that too many bytes cross.
-
-        The limit is 1.1 (`_NEAR`) times the bytes that cross the start or the end of the call, whichever are more.
-        Outputs of the model that the loss does not read count in the limit, so it is the same for every loss.
-        """
         narrow = []
         for cut in cuts:
             around = (call for call in calls if call.enter < cut <= call.exit)
+            # With outputs that the loss does not read, the limit is the same for every loss.
             limits = (
                 _NEAR * max(self.num_bytes(edge, with_unread=True) for edge in (call.enter, call.exit + 1))
                 for call in around
@@ -332,10 +327,9 @@ class PossibleCuts:
 
 
 class _Needs:
-    """Tensors, parameters and buffers that a stage needs to run the code after a cut.
+    """Tensors, parameters and buffers that a stage needs to run the code after a cut."""
 
-    Each tensor that the code reads is traced back to tensors that can be sent. The operators in between run again.
-    """
+    # Each tensor that the code reads is traced back to tensors that can be sent. The operators in between run again.
 
     def __init__(self, cuts: PossibleCuts, cut: int) -> None:
         self._cuts = cuts
@@ -345,7 +339,7 @@ class _Needs:
         self.model_tensors: set[str] = set()
         self.problem: str | None = None
         self.have_effect = True
-        """False if the loss does not depend on one of `values`, although it has a gradient."""
+        """False if the loss does not depend on a tensor in `values` that requires a gradient."""
 
     def follow(self, versions: Iterable[int], *, strict: bool) -> None:
         recording = self._cuts.recording

@@ -19,10 +19,8 @@ class DifferentiatesError(BaseException):
 
 @contextmanager
 def refuse_autograd_grad() -> Iterator[None]:
-    """Raise a `ModelError` if code in the `with` block calls `torch.autograd.grad`.
-
-    A stage that repeats this code would lack parts of the graph.
-    """
+    """Raise a `ModelError` if code in the `with` block calls `torch.autograd.grad`."""
+    # A stage that runs this code again would lack parts of the autograd graph.
     grad = torch.autograd.grad
     torch.autograd.grad = _refuse
     try:

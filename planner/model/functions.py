@@ -16,7 +16,7 @@ FunctionCall = tuple[str, int]
 """Function call in a gap: the function's name, and the number of earlier calls of this function in the gap."""
 
 Interceptor = Callable[[FunctionCall, Callable[[], Any]], Any]
-"""Function that gets a call and a function that makes it, and returns the result of the call."""
+"""Function of a call's identification and of a function that makes the call. It returns the result of the call."""
 
 
 class FunctionWatch(TorchFunctionMode):
@@ -72,10 +72,8 @@ class FunctionWatch(TorchFunctionMode):
 
 
 def is_in_vmap() -> bool:
-    """Return True while `torch.vmap` runs a function.
-
-    Tensors in this function represent one sample and have no memory. Calls of modules in it are not recorded.
-    """
+    """Return True while `torch.vmap` runs a function."""
+    # Tensors in a vmap represent one sample and have no memory, so calls of modules there are not recorded.
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 

@@ -4,9 +4,9 @@ A ghost replaces a tensor that is not available: a parameter of another stage, o
 result of an operator on a ghost is a ghost. Code that reads the values of a ghost (`.item()`, an `if`) raises an error.
 So if a stage lacks a tensor by mistake, its results are ghosts, never wrong numbers.
 
-There are two kinds of ghosts. A lean ghost belongs to a model of which only shapes are needed. An absent ghost
-replaces, in a stage, a tensor that another stage has. Results computed from an absent ghost are absent, too, so that
-`check_present` finds every output and sent tensor that depends on one.
+There are two kinds of ghosts. A lean ghost replaces a tensor if only its shape is needed. An absent ghost replaces, in
+a stage, a tensor that another stage has. A result computed from an absent ghost is an absent ghost, too, so that
+`check_present` finds it.
 
 A ghost contains one of torch's fake tensors. The model does not get the fake tensor itself, because libraries take fake
 tensors for a sign of compilation and then run other code.
@@ -60,16 +60,13 @@ class Ghost(Tensor):
     _fake: FakeTensor | None = None
 
     origin = ""
-    """Name of the absent tensor, for a message; empty for a lean ghost."""
+    """Name of the tensor of another stage that is replaced, for a message; empty if only a shape is needed."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @property
     def fake_tensor(self) -> FakeTensor:
-        """Torch's fake tensor that this ghost, a tensor without values, contains.
-
-        Two ghosts whose fake tensors share a storage count as views of one tensor.
-        """
+        """Torch's fake tensor inside of this tensor without values. Fake tensors of views share a storage."""
         if self._fake is None:
             # Other modes must not see this operator: a recorder would note the tensor as made by the model's code.
             with _disable_current_modes(), _mode(), torch._C.DisableTorchFunction():
@@ -78,7 +75,7 @@ class Ghost(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Run an operator on the fake tensors of its arguments, and return ghosts."""
+        """Determine the shape and dtype of an operator's result, without computing values."""
         if func._schema.name in SHAPE_ONLY and isinstance(args[0], AbsentGhost):
             # The result has values, although the tensor whose shape it copies has none.
             like = zeros_without_memory(args[0].shape, args[0].dtype, args[0].device)
@@ -124,7 +121,7 @@ class Ghost(Tensor):
 
 
 class AbsentGhost(Ghost):
-    """Ghost (tensor without values) in place of a tensor that only another stage has."""
+    """Tensor without values, in place of a tensor that only another stage has."""
 
 
 def check_present(tensors: Iterable[Any], where: str) -> None:
@@ -141,7 +138,7 @@ def check_present(tensors: Iterable[Any], where: str) -> None:
 
 @contextmanager
 def check_parameter_update(parameters: Mapping[str, Tensor]) -> Iterator[None]:
-    """Raise a `ModelError` if an optimizer's step or its hooks, in the `with` block, use values of another stage."""
+    """Raise a `ModelError` if an optimizer's step in the `with` block uses tensors of another stage."""
     token = _is_updating.set(True)
     try:
         yield
@@ -167,7 +164,7 @@ def ghost_like(tensor: Tensor, device: torch.device, origin: str = "") -> Ghost:
     Args:
         tensor: Tensor to imitate.
         device: Device that the ghost reports.
-        origin: For an absent ghost, the name of the parameter, or of the module that returned the tensor.
+        origin: Name of the tensor of another stage that the ghost replaces; empty if only a shape is needed.
     """
     ghost: Ghost = Tensor._make_wrapper_subclass(
         AbsentGhost if origin else Ghost, tensor.shape, strides=tensor.stride(), dtype=tensor.dtype, device=device
@@ -202,7 +199,7 @@ def _without_computed(value: Any, visited: set[int]) -> Any:
 
 
 def storage_of(tensor: Tensor) -> torch.UntypedStorage:
-    """Return the storage of a tensor or ghost. Views of a ghost share its storage."""
+    """Return the storage of a tensor. Views of one tensor share its storage, also if it has no values (`Ghost`)."""
     if not isinstance(tensor, Ghost):
         return tensor.untyped_storage()
     if tensor.fake_tensor.is_sparse:
@@ -260,11 +257,7 @@ def _wrapped(inner: FakeTensor, origin: str) -> Ghost:
 
 
 def _poison_written(func: Any, args: Any, kwargs: dict[str, Any], origin: str) -> None:
-    """Fill ordinary tensors with NaN if `func` writes an absent ghost into them, because they cannot become ghosts.
-
-    Raises:
-        ModelError: The tensor cannot contain NaN, or an optimizer's step computes with an ordinary tensor and a ghost.
-    """
+    # An ordinary tensor cannot become a ghost. So NaN marks the values that this stage lacks.
     real = (tensor for tensor in tensors_in((args, kwargs)) if not isinstance(tensor, FakeTensor))
     if _is_updating.get() and any(tensor.ndim > 0 for tensor in real):
         raise _update_error(f'computes with "{origin}", which another stage has')

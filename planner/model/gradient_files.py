@@ -1,8 +1,7 @@
 """Keep the gradients of a large model in files, so that a backward takes the memory of one gradient, not of all.
 
 Code can use these gradients like any other. The memory of a gradient is mapped to a file: the system reads its pages
-when they are used, and copies the pages that code changes. Autograd would change all of them when it adds the gradient
-of another backward. So the earlier gradient is added to the new one instead, in pieces.
+when they are used, and copies the pages that code changes.
 """
 
 from collections.abc import Iterable
@@ -40,7 +39,7 @@ class _GradientInFile:
     def __init__(self, parameter: nn.Parameter, folder: Path) -> None:
         self._parameter, self._folder = parameter, folder
         self._earlier: Tensor | None = None
-        """Gradient of earlier backwards, from the hook before a backward adds to it until the hook after this."""
+        """Sum of the gradients of earlier backwards, while another backward runs."""
 
     def set_earlier_aside(self, gradient: Tensor) -> None:
         # With a graph of the backward, the sum must be part of the graph.
@@ -48,6 +47,7 @@ class _GradientInFile:
             self._earlier, self._parameter.grad = self._parameter.grad, None
 
     def add_earlier_and_move(self, parameter: Tensor) -> None:
+        # Autograd would add the new gradient to the earlier one, and so copy all of its pages into memory.
         gradient, earlier = parameter.grad, self._earlier
         if gradient is not None and earlier is not None:
             for sums, added in zip(gradient.view(-1).split(_PIECE), earlier.view(-1).split(_PIECE), strict=True):

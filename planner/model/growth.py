@@ -8,8 +8,7 @@ Every dimension is assumed to be linear in the number of samples; two recorded b
     padded words   (2, 9)       (4, 7)       none: its shape depends on the data
 
 The model is not cut where a tensor with a data-dependent shape, as in the last row, would cross. It is also not cut
-inside a call whose calls of submodules depend on the batch size. The reason is that a pipeline runs the same code, and
-sends the same tensors, for every micro-batch.
+inside a module that calls other submodules for another batch size.
 """
 
 import contextlib
@@ -41,7 +40,7 @@ def shape_at(pair: ShapePair, size: int) -> tuple[int, ...]:
 def candidates_in_both_recordings(recording: Recording, other: Recording) -> dict[FunctionResult, ShapePair]:
     """Return the function results that may be sent across cuts, each with its shapes in both batches.
 
-    Results that occur in one recording only are left out, and those whose shape depends on the data.
+    A result is left out if it occurs in one recording only, or if its shape depends on the data.
 
     Args:
         recording: Forward of a batch of `SIZES[0]` samples.
@@ -59,17 +58,17 @@ def candidates_in_both_recordings(recording: Recording, other: Recording) -> dic
 def shapes_in_both_recordings(
     recording: Recording, other: Recording, cuts: Sequence[int]
 ) -> tuple[Shapes, list[ModuleCall]]:
-    """Return the shapes of tensors that may cross a cut, and calls that depend on the batch size.
+    """Return the shapes of tensors that may cross a cut, and the calls that run other code for another batch size.
 
     Integers in `recording` that grow with the batch size become `SampleCount` leaves.
 
     Args:
         recording: Forward of a batch of `SIZES[0]` samples.
         other: Forward of a batch of `SIZES[1]` samples.
-        cuts: Times of the cuts.
+        cuts: Positions of the cuts in `recording`.
 
     Returns:
-        Shapes by index of the tensor, and the calls whose calls of submodules depend on the batch size.
+        Shapes by index of the tensor, and the calls of modules that call other submodules for another batch size.
 
     Raises:
         ModelError: The model's inputs have another structure for another batch.
@@ -104,7 +103,7 @@ def cut_errors(
         cuts: For every cut: its position in the recorded forward, the name of the layer before it, and the indices of
             the tensors that cross it.
         shapes: Shapes by index of the tensor, from `shapes_in_both_recordings`.
-        varying: Calls whose calls of submodules depend on the batch size.
+        varying: Calls of modules that call other submodules for another batch size.
     """
     refusals: dict[int, ModelError] = {}
     for cut, name, values in cuts:
@@ -124,7 +123,7 @@ def cut_errors(
 
 
 def _candidates_by_place(recording: Recording) -> Iterator[tuple[tuple[Any, ...], FunctionResult]]:
-    """Yield results of functions that may be sent across cuts, each with its position in the model's code."""
+    """Yield pairs: a position in the model's code, and the candidate of `recording` that is computed there."""
     places: list[tuple[int, ...]] = [()] * len(recording.calls)
     # A parent precedes its children in `calls`, so the place of the parent is already known.
     for call in recording.calls:

@@ -42,7 +42,7 @@ _OBJECT_DEPTH = 3
 
 
 def type_that_holds_samples(value: Any, num_samples: int) -> str:
-    """Return the type of an object in a batch that cannot be split into micro-batches; empty if there is none.
+    """Return the type name of an object in `value` that cannot be split into micro-batches; else an empty text.
 
     Such an object has tensors of `num_samples` samples in its attributes or items, and is no tuple, list or dict.
     """
@@ -63,7 +63,7 @@ def _holds_samples(value: Any, num_samples: int, depth: int) -> bool:
 
 
 def plain_samples(value: Any, num_samples: int) -> str:
-    """Return a description of a list or array in a nested batch that may hold one plain value per sample; else ""."""
+    """Return a description of a list or array in `value` that has one plain item per sample; else an empty text."""
     if isinstance(value, np.ndarray):
         return f"a NumPy array of shape {list(value.shape)}" if value.shape[:1] == (num_samples,) else ""
     if isinstance(value, Mapping):
@@ -79,12 +79,12 @@ _EXAMPLE = "for example `--input 3x224x224` or `--input 1024:int64:32000`"
 
 
 def input_tensor(text: str, batch_size: int) -> Tensor:
-    """Return random data of shape (batch_size, *shape).
+    """Return random data of shape (batch_size, *shape) for the text `shape[:dtype[:upper bound]]`.
 
     Floating-point numbers are normally distributed. Integers are uniform from 0 to below the upper bound.
 
     Raises:
-        UsageError: The text has another form.
+        UsageError: `text` has another form.
     """
     parts = text.split(":")
     try:

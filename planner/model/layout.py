@@ -12,10 +12,10 @@ from torch import Tensor
 
 
 def meta_tensor_like(tensor: Tensor, shape: Sequence[int] | None = None) -> Tensor:
-    """Return a tensor on the meta device with the dtype and the order of dimensions in memory of `tensor`.
+    """Return a meta tensor with the dtype and memory layout of `tensor`.
 
     Args:
-        tensor: Tensor that is sent.
+        tensor: Tensor to imitate.
         shape: Shape of the result; by default that of `tensor`.
     """
     return torch.empty_permuted(
@@ -30,8 +30,7 @@ def meta_tensor_like(tensor: Tensor, shape: Sequence[int] | None = None) -> Tens
 def match_layout(tensor: Tensor, like: Tensor) -> Tensor:
     """Return `tensor` in the memory layout of `like`, copied only if the layouts differ.
 
-    If torch has only marked `tensor` as conjugated or negated, the result has the conjugated or negated values in
-    memory.
+    A conjugation or negation that torch has not yet computed is computed.
     """
     tensor = tensor.resolve_conj().resolve_neg()
     if tensor.is_contiguous() and like.is_contiguous():  # this shortcut serves nearly all calls; permuting takes longer

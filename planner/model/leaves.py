@@ -1,4 +1,4 @@
-"""Records of the values that a call returned or stored in attributes, without the tensors."""
+"""Leaves of recorded results and attributes. A tensor is recorded by its shape and dtype, without its values."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -37,7 +37,7 @@ class TensorMeta:
 
 @dataclass(frozen=True)
 class TensorLeaf:
-    """Leaf that is a tensor, identified by its index in `Recording.values`."""
+    """Leaf of a recorded result: a tensor, given by its index in `Recording.values`."""
 
     number: int
     meta: TensorMeta
@@ -45,38 +45,38 @@ class TensorLeaf:
 
 @dataclass(frozen=True)
 class ArgumentLeaf:
-    """Leaf of a result that is also a leaf of the call's arguments: the argument leaf with this index."""
+    """Leaf of a recorded result: an argument of the call, given by its index among the leaves of the arguments."""
 
     argument: int
 
 
 @dataclass(frozen=True)
 class NamedLeaf:
-    """Leaf that is a parameter or a module of the model, given by its name."""
+    """Leaf of a recorded result: a parameter or module of the model, given by its name."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class ConstantValue:
-    """Leaf that is no tensor and does not depend on the number of samples."""
+    """Leaf of a recorded result: a value that is no tensor and does not depend on the number of samples."""
 
     value: Any
 
 
 @dataclass(frozen=True)
 class SampleCount:
-    """Leaf of integers that grow linearly with the number of samples: one integer or a `torch.Size`."""
+    """Leaf of a recorded result: an integer or `torch.Size` that grows linearly with the number of samples."""
 
     at_zero: tuple[int, ...]
-    """Integers for zero samples (the line through the recorded integers, extended to zero)."""
+    """Integers for zero samples, extrapolated from the recorded integers."""
     per_sample: tuple[int, ...]
     """Increase of each integer per sample."""
     is_size: bool
     """True if the integers form a `torch.Size`; otherwise there is a single integer."""
 
     def of(self, size: int) -> Any:
-        """Return the integer or `torch.Size` for a batch of `size` samples."""
+        """Return the value of the recorded integer or `torch.Size` in a batch of `size` samples."""
         numbers = (number + size * more for number, more in zip(self.at_zero, self.per_sample, strict=True))
         return torch.Size(numbers) if self.is_size else next(numbers)
 
@@ -85,7 +85,7 @@ Leaf = TensorLeaf | ArgumentLeaf | NamedLeaf | ConstantValue | SampleCount
 
 
 def as_sample_count(leaf: Leaf, other: Leaf, sizes: tuple[int, int]) -> Leaf:
-    """Return a `SampleCount` if a leaf of integers grows linearly with the number of samples, else `leaf` itself.
+    """Return `leaf` as a `SampleCount` if its integers grow linearly with the number of samples; else `leaf` itself.
 
     Args:
         leaf: Leaf recorded with a batch of `sizes[0]` samples.
@@ -110,7 +110,7 @@ def as_sample_count(leaf: Leaf, other: Leaf, sizes: tuple[int, int]) -> Leaf:
 
 
 def is_plain(value: Any) -> bool:
-    """Return True if the value is immutable and plain, such as a number, so that an equal value can replace it."""
+    """Return True if the value is None, a number, a text, a `torch.Size`, a dtype or a device."""
     plain = bool | int | float | str | torch.Size | torch.dtype | torch.device
     return value is None or isinstance(value, plain)
 

@@ -106,16 +106,13 @@ class LoadedModel:
                 loss_of=self._loss_of,
                 uncut=self.uncut,
             )
-            if chain.outline is None and self.default_loss is not None:
+            if chain.outline is None and self.default_loss is not None:  # `chain_of` has not called the loss
                 self._choose_loss(model)
         check_separate_memory(chain.layers)
         return chain
 
     def _choose_loss(self, model: nn.Module) -> None:
-        """Call the loss once, so that the default loss is chosen.
-
-        Finding the layers of a Sequential does not call the loss.
-        """
+        """Call the loss once, so that the default loss is chosen."""
         quiet = contextlib.suppress(Exception, SystemExit)  # running the layers raises the error again
         with (
             preserve_torch_generators(),

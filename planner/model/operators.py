@@ -28,7 +28,7 @@ class OperatorWatch(TorchDispatchMode):
         self._before, self._after = before, after
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run one operator, with the calls before and after it."""
+        """Call `before`, run the operator, and call `after`."""
         kwargs = kwargs or {}
         self._before(func, args, kwargs)
         result = func(*args, **kwargs)

@@ -2,10 +2,11 @@
 
 Each rank of a pipeline updates only the parameters of its own stages. The result equals that of a plain loop only if no
 parameter's update depends on another parameter. A gradient clip within `step()` violates this, as does a step size
-computed from all gradients (D-Adaptation, Prodigy). To check it, a few small parameters get random gradients. They are
-updated together, and in two parts, as two ranks would update them. Parameters, gradients and optimizer state must be
-equal. An optimizer may begin to clip in any later step. The comparison therefore continues alongside a run, except for
-optimizers of torch.
+computed from all gradients (D-Adaptation, Prodigy).
+
+The check gives random gradients to a few small parameters. One optimizer updates all of them, and two optimizers update
+one half each, like two ranks. Parameters, gradients and optimizer state must be equal. An optimizer may begin to clip
+in any later step. The comparison therefore continues alongside a run, except for optimizers of torch.
 """
 
 import math
@@ -26,25 +27,24 @@ _STEPS = (
     *((1.0, 1.0), (1.0, 1.0), (1e3, 1e-3), (1e3, 1e3), (1e-2, 1e-2), (1.0, 1.0), (1.0, 1.0)),
     *[(1e-3, 1e3), (1e3, 1e-3)] * 5,
 )
-"""Scales of the gradients of each step, in the first part and in the second.
-
-Some gradients exceed the limit of any gradient clip, others do not. If only one part exceeds the limit, the comparison
-also finds a clip by the largest gradient of all parameters."""
+"""Factors of the random gradients in each step: for one half of the parameters, and for the other half."""
+# Some gradients exceed the limit of any gradient clip, others do not. If only one half exceeds the limit, the check
+# also finds a clip by the largest gradient of all parameters.
 
 _REPETITIONS = 20
-"""Repetitions of these steps for an optimizer that is not torch's, because a clip may begin late."""
+"""Number of times that an optimizer that is not torch's runs `_STEPS`, because a clip may begin late."""
 
 _NOT_FINITE = ((1.0, 1.0), (1.0, math.inf))
-"""Scales with infinite gradients in one part: if an optimizer skips a parameter for them, it must not skip others."""
+"""Factors that make one half of the gradients infinite. An optimizer must not skip parameters of the other half."""
 
 _MOST_PARAMETERS = 32
-"""Largest number of parameters that are updated in the check; all others are absent."""
+"""Largest number of parameters that the check updates."""
 
 _MOST_WATCHED = 4
-"""Largest number of parameters that are updated alongside a run, if they are in one group."""
+"""Largest number of parameters that the check updates alongside a run."""
 
 _LONGEST = 8
-"""Length to which each dimension of a parameter is cut for the check."""
+"""Largest length of a dimension of a parameter in the check."""
 
 _LIMIT = 1e-5
 """Largest relative difference that can be a rounding error."""
@@ -90,10 +90,9 @@ def check_optimizer(build: OptimizerBuilder, parameters: Iterable[Tensor], devic
 def optimizer_step_check(
     optimizer: torch.optim.Optimizer, build: OptimizerBuilder, parameters: Iterable[Tensor]
 ) -> Callable[[], None] | None:
-    """Return a function to call before each step of a run, which repeats the check of `check_optimizer` for this step.
+    """Return a function that repeats `check_optimizer` before a step of a run; None for an optimizer of torch.
 
-    It raises a `ModelError` before the first step that depends on other parameters or draws random numbers. Returns
-    None for optimizers of torch, whose steps are known.
+    The function raises a `ModelError` if an update depends on other parameters or on random numbers.
 
     Args:
         optimizer: Optimizer of the run.
@@ -102,7 +101,7 @@ def optimizer_step_check(
     """
     if _is_of_torch(optimizer):
         return None
-    return _Watch(optimizer, WholeModelOptimizer(build, parameters)).check_next_step
+    return _StepCheck(optimizer, WholeModelOptimizer(build, parameters)).check_next_step
 
 
 def _is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
@@ -149,9 +148,7 @@ def _spread(items: Sequence[_Item], most: int) -> Sequence[_Item]:
     return [items[round(n * (len(items) - 1) / (most - 1))] for n in range(most)]
 
 
-class _Watch:
-    """Comparison that makes one step for each step of a run's optimizer."""
-
+class _StepCheck:
     def __init__(self, optimizer: torch.optim.Optimizer, whole: WholeModelOptimizer) -> None:
         self._optimizer = optimizer
         self._sample = _sample(whole.groups(), _MOST_WATCHED)
@@ -177,13 +174,7 @@ class _Watch:
 
 
 class _UpdateComparison:
-    """Small parameters that are updated together, and the same ones that are updated in two parts.
-
-    Args:
-        whole: Optimizer of the model.
-        sample: Parameters of the model that the small parameters imitate.
-        device: Device on which the optimizers run.
-    """
+    """Comparison of one optimizer for all parameters with two optimizers for one half of the parameters each."""
 
     def __init__(self, whole: WholeModelOptimizer, sample: Sequence[Tensor], device: torch.device) -> None:
         every = range(len(sample))
@@ -192,17 +183,12 @@ class _UpdateComparison:
         )
 
     def take_numbers(self, optimizer: torch.optim.Optimizer) -> None:
-        """Copy numbers, such as learning rates and step counts, from a run's optimizer to those of this comparison."""
+        # Numbers are, for example, learning rates and step counts.
         for parameters in (self._together, *self._apart):
             parameters.take_numbers(optimizer)
 
     def differing(self, step: int, scales: tuple[float, float]) -> set[int]:
-        """Make a step; return the indices in the comparison's `sample` of the parameters whose updates differ.
-
-        Args:
-            step: Index of the step.
-            scales: Scales of the random gradients in the first part and in the second.
-        """
+        """Make a step; return the indices of the parameters whose updates depend on other parameters."""
         together = self._together.step(step, scales)
         apart: dict[int, list[Tensor]] = {}
         for parameters in self._apart:
@@ -211,14 +197,7 @@ class _UpdateComparison:
 
 
 class _SmallParameters:
-    """Small parameters in place of some of the model's, and their optimizer.
-
-    Args:
-        whole: Optimizer of the model.
-        sample: Parameters of the model.
-        part: Indices in `sample` of the parameters that get a small one in their place.
-        device: Device on which the optimizer runs.
-    """
+    """Small random parameters like those with indices `part` in `sample`, and an optimizer for them."""
 
     def __init__(
         self, whole: WholeModelOptimizer, sample: Sequence[Tensor], part: Sequence[int], device: torch.device
@@ -236,14 +215,8 @@ class _SmallParameters:
             group.update(_numbers(other))
 
     def step(self, step: int, scales: tuple[float, float]) -> dict[int, list[Tensor]]:
-        """Make a step; return each parameter's values, gradient, state and options after it, by index in `sample`.
-
-        Each step begins with the initial parameters, so that rounding errors do not add up in a long run.
-
-        Args:
-            step: Index of the step.
-            scales: Scales of the random gradients for even and for odd indices in `sample`.
-        """
+        """Make a step; return the values, gradient, state and options of each parameter after the step."""
+        # Each step begins with the initial parameters, so that rounding errors do not add up in a long run.
         for n, tensor in self._tensors.items():
             tensor.data.copy_(self._initial[n])
             tensor.grad = _gradient(self._sample[n], n, step, scales[n % 2]).to(tensor.device)
@@ -274,11 +247,7 @@ class _SmallParameters:
 
 
 class _SharedNumbers:
-    """Numbers that the check's optimizer shares with the run's optimizer, in their classes and Python modules.
-
-    An example is a class attribute that counts steps. Each step of the check begins with the numbers of the check's
-    previous step. After it, the numbers of the run are restored.
-    """
+    """Numbers that all optimizers of a class share, such as a class attribute that counts steps."""
 
     def __init__(self, kind: type) -> None:
         classes = [cls for cls in kind.__mro__ if cls is not object and not cls.__module__.startswith("torch.")]
@@ -286,12 +255,12 @@ class _SharedNumbers:
         self._own: list[dict[str, Any]] = []
 
     def forget(self) -> None:
-        """Drop the numbers of the check's previous step, so that its next step begins with the numbers of the run."""
+        # The next step then begins with the current numbers.
         self._own = []
 
     @contextmanager
     def during_step(self) -> Iterator[None]:
-        """Use the check's numbers in the `with` block, and restore those of the run afterwards."""
+        # The step begins with the numbers after this object's previous step. Then those of the run are restored.
         outer = self._read()
         self._set(self._own)
         try:
@@ -315,7 +284,7 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _FailedStepError(ModelError):
-    """Error that `step()` failed in the check, which updates small parameters by random gradients."""
+    """Error that `step()` of an optimizer failed for small parameters with random gradients."""
 
 
 def _step(optimizer: torch.optim.Optimizer) -> None:
@@ -344,14 +313,7 @@ def _random(like: Tensor, seed: int) -> Tensor:
 
 
 def _gradient(like: Tensor, n: int, step: int, scale: float) -> Tensor:
-    """Return a random gradient for a small parameter. Its direction hardly changes between steps, but its size does.
-
-    Args:
-        like: Parameter of the model that the small parameter imitates.
-        n: Index of the parameter, which is part of the seed.
-        step: Index of the step, which is part of the seed.
-        scale: Factor of the gradient.
-    """
+    # The direction of the gradient hardly changes between steps, but its size does.
     steady, noise = _random(like, 1000 + n), _random(like, 2000 + 100 * step + n)
     generator = torch.Generator().manual_seed(100 * step + n)
     size = 10 ** (2 * torch.rand((), generator=generator) - 1.5)

@@ -3,9 +3,9 @@
 An outline refers to modules and tensors by name and number only, so the outline of one instance of a model serves all
 others. Two recorded forwards, with different batch sizes, show how the shapes of all tensors grow with the batch.
 
-    layers     0          1            2
-    times    0 ... cuts[0] ... cuts[1] ... END
-    crossing     crossings[0]   crossings[1]
+    layer                 0           1           2
+    position in forward   0 ... cuts[0] ... cuts[1] ... END
+    tensors that cross      crossings[0]  crossings[1]
 """
 
 import contextlib
@@ -44,10 +44,10 @@ from planner.model.spans import (
 )
 
 _MANY_PARTS = 2
-"""Number of avoidable tensors across a boundary from which the user gets a note."""
+"""Smallest number of avoidable tensors across a boundary for which the user gets a note."""
 
 _MANY_PREVENTED = 0.25
-"""Number of prevented cuts divided by that of tried cuts, from which the user gets a note."""
+"""Smallest share of prevented cuts, among tried cuts, for which the user gets a note."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,11 +58,11 @@ class ModelOutline:
     shapes: Shapes
     """Shapes of each tensor in the two recorded batches."""
     cuts: tuple[int, ...]
-    """Times of the cuts in the recording, in order."""
+    """Positions of the cuts in the recorded forward, in order."""
     names: tuple[str, ...]
     """Names of the layers; there is one layer more than there are cuts."""
     ends: tuple[str, ...]
-    """For each cut, its name in the option `uncut`. The name does not change if other cuts are removed."""
+    """Name of each cut, as in the option `uncut`. The name does not change if other cuts are removed."""
     modules: tuple[tuple[str, ...], ...]
     """For each layer, the paths of the largest modules that run completely in the layer, in order."""
     model_tensors: tuple[frozenset[str], ...]
@@ -70,10 +70,9 @@ class ModelOutline:
     crossings: tuple[tuple[int, ...], ...]
     """For each cut, the indices in `Recording.values` of the tensors that cross it."""
     repeated_model_tensors: tuple[frozenset[str], ...]
-    """For each cut, the parameters and buffers that repeated code reads: code before the cut that runs again after it.
-    """
+    """For each cut: parameters and buffers that are read by code that runs before the cut and again after the cut."""
     overwritten: tuple[frozenset[int], ...]
-    """For each cut, the storages that repeated code writes."""
+    """For each cut: storages that are written by code that runs before the cut and again after the cut."""
     writes: tuple[bool, ...]
     """True for each layer that writes into a received tensor."""
     aliases: tuple[bool, ...]
@@ -104,7 +103,7 @@ class ModelOutline:
         )
 
     def start_and_end(self, first: int, end: int) -> tuple[int, int]:
-        """Return the times at which layer `first` begins and layer `end - 1` ends, in the recorded forward."""
+        """Return the positions in the recorded forward at which layer `first` begins and layer `end - 1` ends."""
         return (self.cuts[first - 1] if first else 0), (self.cuts[end - 1] if end <= len(self.cuts) else END)
 
     def received(self, layer: int) -> tuple[int, ...]:

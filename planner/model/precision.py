@@ -55,7 +55,7 @@ def reload_model(source: str, model: Model, precision: Precision, *, optimizer: 
         source: Path of the model's file, and its entry after a colon.
         model: Description of the model in its profile.
         precision: Precision in which the model runs.
-        optimizer: Name of an optimizer; None, empty or `build_optimizer` for that of the file.
+        optimizer: Name of an optimizer. None, "" and "build_optimizer" all mean the optimizer of the model's file.
 
     Raises:
         FileError: The file does not exist.

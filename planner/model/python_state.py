@@ -105,7 +105,7 @@ def numbers_in_user_files(model: nn.Module, loss_fn: Callable[..., Any]) -> dict
 
 
 def without_leftover_tensors(numbers: Mapping[str, float], kept: Container[str]) -> dict[str, float]:
-    """Return `numbers` without those that represent tensors, except the names in `kept`."""
+    """Return `numbers` without sums of tensors (names ending in `.tensor`) whose names are not in `kept`."""
     return {name: number for name, number in numbers.items() if not name.endswith(TENSOR) or name in kept}
 
 

@@ -44,7 +44,7 @@ def record(model: nn.Module, inputs: Any, *, loss_of: Callable[[Any], object] | 
     Args:
         model: The model.
         inputs: Inputs of the model.
-        loss_of: Function from the output to the loss, which shows the outputs that the loss reads; None: all outputs.
+        loss_of: Function from the model's output to the loss. If it is None, all outputs count as read by the loss.
         ghosts: True to run without the values of parameters and buffers, which takes hardly any time and memory.
 
     Raises:

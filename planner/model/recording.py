@@ -1,13 +1,13 @@
 """Recording of one forward of a model: calls of modules, operators, and the dependencies between tensors.
 
-Time is a counter of events: every operator, and every begin and end of a module's forward. If a module has submodules,
+A position counts events: every operator, and every begin and end of a module's forward. If a module has submodules,
 the begin and end of each torch function that its own code calls are events, too.
 
 Tensors are tracked by storage, because a write through one view changes all views of the same storage. Every write
 makes a new version of the storage. The versions form a directed acyclic graph, with edges from the versions that an
 operator read to those that it created.
 
-    def forward(self, x):              time       event
+    def forward(self, x):              position   event
                                        1          call 0 begins: the model's own
         h = self.first(x)              2 .. 5     call 1, with two operators (t, addmm)
         y = h + 1                      6 .. 8     a torch function in the code of call 0, with one operator (add)
@@ -15,10 +15,9 @@ operator read to those that it created.
                                        13 .. 15   another function, with one operator (mul)
                                        16         call 0 ends
 
-The time of a cut determines which earlier operators later stages repeat. They do not repeat the operators of a call
-that has finished, because they receive the result of the call. They repeat operators in the code of a call that is
-still open. At a cut at time 6, call 1 has finished; at time 13, calls 1 and 2 have. After a cut at time 13, `h + 1`
-would be repeated if later code read y.
+The position of a cut determines which earlier operators later stages run again. They do not run the operators of a
+call that has ended before the cut, because they receive the result of the call. They run operators in the code of a
+call that has not ended. After a cut at position 13, `h + 1` would run again if later code read y.
 """
 
 from dataclasses import dataclass, field
@@ -33,7 +32,7 @@ from planner.model.nests import Nest
 from planner.model.regions import Region
 
 END = 1 << 60
-"""Event number that represents the use of the model's outputs, after all events of the forward."""
+"""Position after all events of the forward, where the model's outputs are used."""
 
 
 @dataclass(kw_only=True)
@@ -77,9 +76,9 @@ class RecordedOperator:
     writes_model_tensor: bool
     """True if the operator writes into a parameter or buffer."""
     writes: tuple[int, ...]
-    """Versions that the operator overwrote."""
+    """Versions of storages that the operator overwrote."""
     region: int = -1
-    """Index in `Recording.regions` of the outermost region in which the operator ran; -1 if there is none."""
+    """Index in `Recording.regions` of the outermost checkpoint or autograd function around the operator; else -1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,9 +91,9 @@ class FunctionResult:
     call: int
     """Number of the module's call."""
     gap: int
-    """Number of submodules that the module's code had called before."""
+    """Number of submodule calls that the module's code made before it called the function."""
     called: FunctionCall
-    """Name of the function, and number of its earlier calls in the gap."""
+    """Name of the function, and number of its earlier calls since the last submodule call."""
     enter: int
     exit: int
     value: int
@@ -103,7 +102,8 @@ class FunctionResult:
 
     @property
     def is_in_place(self) -> bool:
-        """True if the function writes into its first argument, as `normal_` does; `__rsub__` and the like do not."""
+        """True if the function writes into its first argument, as `normal_` does."""
+        # `__rsub__` writes nothing.
         return self.called[0].endswith("_") and not self.called[0].endswith("__")
 
 
@@ -113,11 +113,11 @@ class CarriedState:
 
     name: str
     storage: int
-    """Number of the tensor's storage at the begin of the forward; -1 if the forward assigns it to an attribute."""
+    """Index of the tensor's storage in the recording; -1 if the forward assigns the tensor to an attribute."""
     first: int
-    """Event number of the first access."""
+    """Position of the first access."""
     last: int
-    """Event number of the last access."""
+    """Position of the last access."""
     attribute: tuple[str, tuple[Any, ...]] | None = None
     """Path of the module, and the keys from its attributes to the tensor; None if the tensor is written in place."""
     is_replaced: bool = False
@@ -138,8 +138,8 @@ class Recording:
 
     - `storage`: number of the storage
     - `operator`: number of the operator that created the version; -1 if there is none
-    - `created`: time of creation
-    - `uses`: times of all uses"""
+    - `created`: position of creation
+    - `uses`: positions of all uses"""
     values: list[tuple[int, TensorMeta]] = field(default_factory=list)
     """Tensors that may cross a cut: inputs, results of calls, and `candidates`. Each is a pair of the number of its
     storage and its `TensorMeta`."""
@@ -155,7 +155,7 @@ class Recording:
     reads: list[tuple[int, ...]] = field(default_factory=list)
     """For each operator, the versions that it reads."""
     regions: list[Region] = field(default_factory=list)
-    """Checkpoints and autograd functions that ran in the forward. No cut may divide one that calls modules."""
+    """Checkpoints and autograd functions that ran in the forward."""
     candidates: list[FunctionResult] = field(default_factory=list)
     """Function results that may be sent across cuts: floating-point tensors and random numbers, in order."""
     outputs: tuple[int, ...] = ()
@@ -166,9 +166,7 @@ class Recording:
     states: tuple[CarriedState, ...] = ()
     """State that the model keeps from one forward to the next."""
     reused_tables: dict[tuple[str, tuple[Any, ...]], int] = field(default_factory=dict)
-    """For each attribute with a table that only the first forward computes, the end of the call that sets it.
-
-    Attributes with a number that is cached with a table, such as its length, are also keys."""
+    """For each attribute with a cached table, or with its length: the position where the call that sets it ends."""
     draws_on_host: bool = False
     """True if the forward draws from Python's or NumPy's generator."""
     unread: frozenset[int] = frozenset()

@@ -15,8 +15,8 @@ from the layers' inputs.
 
 In each step, the state is written to a file after the backward and after the optimizer's update.
 
-The model's code may do something else in a later step: at its tenth call, or when values have grown. So the check of a
-model with few parameters can add late steps (`ReferenceOptions.late_steps`), within a time limit.
+The model's code may do something else in a later step: at its tenth call, or when values have grown. So the loop can
+add late steps (`ReferenceOptions.late_steps`).
 """
 
 import math
@@ -78,7 +78,7 @@ class ReferenceOptions:
     micro_batches: int
     micro_batch_size: int
     starts: tuple[LayerStart | None, ...]
-    """Start of each layer except the first; None if no later call of a module can mark the start."""
+    """Start of each layer except the first; None if the model calls no module after the start."""
     late_steps: int = 0
     """Largest number of additional (late) steps after the first `steps`.
 
@@ -97,9 +97,8 @@ def train_reference(
 ) -> list[float]:
     """Train the model in a plain loop, write its states to `folder`, and return the loss of every step.
 
-    The files are `initial`, for every step N `gradients-N` and `updated-N`, and `end`. Late steps follow after
-    `options.steps` steps. If the model's code fails in a late step, or the loss is not finite, the loop ends without an
-    error. Training on the user's own data could succeed there.
+    The files are `initial`, for every step N `gradients-N` and `updated-N`, and `end`. An error in one of the
+    `options.late_steps` ends the loop without an exception.
 
     Args:
         loaded: The model.
@@ -167,11 +166,8 @@ def _steps(options: ReferenceOptions) -> Iterator[int]:
 
 
 def _raise_unless_late(error: Exception, step: int, options: ReferenceOptions) -> None:
-    """Raise `error` again, unless the step is late (after the first `options.steps`).
-
-    Errors in late steps are ignored, because training on the user's own data could succeed there. But a `ModelError` is
-    always raised, except that of a loss that is not finite.
-    """
+    # Late steps may fail for example data, and succeed for the user's own data. But a `ModelError` is always raised,
+    # except for a loss that is not finite.
     is_refusal = isinstance(error, ModelError) and not isinstance(error, _NotFiniteError)
     if step < options.steps or is_refusal:
         raise error

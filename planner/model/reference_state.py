@@ -25,7 +25,7 @@ class ReferenceState:
     tensors: Mapping[str, Tensor | None]
     """Tensors by kind and name, such as `gradient:head.weight`; None for a missing gradient."""
     numbers: Mapping[str, float]
-    """Python numbers in attributes of modules, by path, and in the user's files, by module and name."""
+    """Python numbers in attributes of the model's modules and in variables of the user's files."""
     groups: Mapping[str, Mapping[str, float]]
     """For each parameter, the numeric options of its group in the optimizer."""
     largest_gradient: float = 0.0

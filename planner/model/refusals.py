@@ -1,4 +1,4 @@
-"""Convert errors that a model's code raised to errors with a hint on what to change."""
+"""Replace errors of a model's code by errors with a hint on what to change."""
 
 import re
 from collections.abc import Iterator
@@ -36,13 +36,13 @@ class TooFewSamplesError(ModelError):
 
 
 def explain_error(where: str, error: BaseException, inputs: str, *, hint: str = INPUT_HINT) -> PlannerError:
-    """Return an error with a hint for an error of a layer or the model.
+    """Return an error with a hint that replaces an error of the user's code.
 
     Args:
         where: Name of the layer or the model, for the message.
-        error: Error that it raised. A `PlannerError` is returned unchanged.
+        error: Error that the layer or the model raised. A `PlannerError` is returned unchanged.
         inputs: Description of the inputs, for the message.
-        hint: Hint for errors that have none of their own.
+        hint: Hint for errors without a specific hint.
     """
     if isinstance(error, PlannerError):
         return error
@@ -81,10 +81,7 @@ def sparse_gradient_error(where: str) -> ModelError:
 
 @contextmanager
 def explain_refusals(where: str) -> Iterator[None]:
-    """Convert two kinds of torch's errors in the `with` block to a `ModelError` with a hint.
-
-    One kind is an in-place write that backward forbids. The other is a hook on a tensor without gradient.
-    """
+    """Replace torch's errors about in-place writes and hooks, in the `with` block, by a `ModelError` with a hint."""
     try:
         yield
     except RuntimeError as error:

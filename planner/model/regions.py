@@ -1,13 +1,11 @@
 """Find the regions of a forward through which no cut may go.
 
-- `torch.utils.checkpoint` calls its function again in backward. In backward, no module is skipped, so the function
-would also run modules of other stages. So the whole function must be in one stage.
-- The forward of an autograd function runs without a graph. If it calls modules, their results carry no gradient across
-a cut. An autograd function that calls no module is no obstacle: a stage after a cut runs it again, with all the code
-around it.
+- `torch.utils.checkpoint` runs its whole function again in backward. So the function must be in one stage.
+- The forward of an autograd function runs without a graph. If the function calls modules, their results carry no
+  gradient across a cut. An autograd function that calls no module is no obstacle.
 
 Re-entrant checkpointing is an autograd function that calls modules. While a model is recorded, and while its layers
-run, non-reentrant checkpointing replaces it, which computes the same results and keeps their graph.
+run, non-reentrant checkpointing replaces it.
 """
 
 import inspect
@@ -27,17 +25,17 @@ _CHECKPOINT = inspect.unwrap(checkpointing.checkpoint).__code__
 
 @dataclass(kw_only=True)
 class Region:
-    """Period of a forward, from `begin` to `end`, that no cut may divide if modules are called in it."""
+    """Checkpoint or autograd function in a recorded forward, from position `begin` to position `end`."""
 
     begin: int
     end: int
     function: str = ""
     """Name of the autograd function; empty for a checkpoint."""
     calls_modules: bool = False
-    """True if the region contains calls of modules; otherwise its code can run again like any other code."""
+    """True if modules are called in the region. No cut may divide such a region."""
 
     def contains(self, cut: int) -> bool:
-        """Return True if a cut at this time would divide the region."""
+        """Return True if a cut at position `cut` would divide the region."""
         return self.begin < cut <= self.end
 
     @property
@@ -52,14 +50,12 @@ class Region:
 
 
 class RegionFinder:
-    """Finder of the regions that are running: calls of `torch.utils.checkpoint`, and forwards of autograd functions.
-
-    Python's stack frames show which of them are running.
+    """Finder of checkpoints and autograd functions in Python's stack frames.
 
     Args:
-        run: Code object of the recorder's function that runs a call of a module. On the stack, a frame of this function
-            separates the frames of a module's own code from those of its caller.
-        regions: List that receives the regions, in the order in which they begin.
+        run: Code object of the recorder's function that runs a module. A frame with this code marks the begin of the
+            module's own frames.
+        regions: List to which new regions are appended.
     """
 
     def __init__(self, run: CodeType, regions: list[Region]) -> None:
@@ -72,7 +68,7 @@ class RegionFinder:
 
         Args:
             frame: The stack frame.
-            time: Number of the current event of the recording. It becomes the end of these regions, which still run.
+            time: Current position in the recording. It becomes the end of the returned regions.
         """
         self._levels[-1] = self._regions_in_frames(frame, time)
         around = tuple(number for level in self._levels for _, number in level)
@@ -81,10 +77,7 @@ class RegionFinder:
         return around
 
     def begin_call(self) -> None:
-        """Record that a call of a module begins.
-
-        Before, `regions_around` must be called with the frame of the code that makes the call.
-        """
+        """Record that a call of a module begins. Call `regions_around` with the caller's frame first."""
         self._levels.append([])
 
     def end_call(self) -> None:

@@ -1,7 +1,7 @@
-"""Find the code before a cut that runs again after it.
+"""Find the code that runs before a cut and again after the cut.
 
-The code of a call runs again after every cut within the call. A constant call, whose result depends on no parameter,
-input or random number, counts as part of the code around it: the call runs again if that code does.
+If a cut divides a call, the stage after the cut runs the code of the call again from its start. A constant call, whose
+result depends on no parameter, floating-point input or random number, runs again with the code around it.
 
     call 0           |---------------------------------------|
     call 1             |-------|                                   finished before both cuts: not run again
@@ -14,21 +14,21 @@ from planner.model.recording import ModuleCall, Recording
 
 
 class RepeatedCode:
-    """Rules that determine which code runs before a cut and again in the stage after it."""
+    """Rules that determine which code runs before a cut and again after the cut."""
 
     def __init__(self, recording: Recording) -> None:
         self._recording = recording
         self._runner_of = [self._runner(call) for call in recording.calls]
 
     def is_repeated(self, operator: int, cut: int) -> bool:
-        """Return True if an operator runs before the cut and again after it; False for -1, which is no operator."""
+        """Return True if an operator runs before the cut and again after the cut; False if `operator` is -1."""
         if operator < 0:
             return False
         run = self._recording.operators[operator]
         return run.time < cut <= self._exit_of(self._runner_of[run.call])
 
     def exposes_results(self, call: int, cut: int) -> bool:
-        """Return True if a call ends before the cut, and code that runs again after the cut can read its results."""
+        """Return True if a call ends before the cut, and the code that made the call runs again after the cut."""
         if call < 0:  # all code of the model may use its inputs
             return True
         maker = self._recording.calls[call]
@@ -36,18 +36,15 @@ class RepeatedCode:
         return is_over and cut <= self._exit_of(self._runner_of[maker.parent])
 
     def exposed_tensors(self, storage: int, cut: int) -> set[int]:
-        """Return the tensors in a storage that are results of finished calls, and that repeated code can read.
+        """Return the tensors in a storage that calls before the cut return to code that runs again after the cut.
 
-        Tensors are given by their index in `Recording.values`. Repeated code runs both before and after the cut.
+        Tensors are given by their index in `Recording.values`.
         """
         exposures = self._recording.exposures.get(storage, ())
         return {value for value, call in exposures if self.exposes_results(call, cut)}
 
     def _runner(self, call: ModuleCall) -> int:
-        """Return the number of the call with which `call` is repeated.
-
-        That is `call` itself, or, for a constant call, the innermost call around it that is not constant.
-        """
+        # A constant call runs again with the innermost call around it that is not constant.
         while call.constant and call.parent >= 0:
             call = self._recording.calls[call.parent]
         return call.number

@@ -10,12 +10,8 @@ returns the received tensor.
 
 Without sent results, x0, r0 and r1 would cross this cut. With x1 and x2 as sent results, only x2 crosses it.
 
-Random numbers are always sent, because later stages would draw other ones. The function that draws them may write into
-a new tensor, as `normal_` does in `torch.distributions`. Later stages then write the received numbers into theirs.
-
-Any other result is sent only if it has fewer bytes than the operands that it replaces: those that no other code reads
-after the cut. With equally many bytes, it is sent if later stages would need parameters or buffers to compute it. No
-two sent results replace the same tensors.
+Random numbers are always sent, because later stages would draw other ones. Any other result is sent only if it has
+fewer bytes than the operands that need not be sent then.
 """
 
 from bisect import bisect_right
@@ -26,7 +22,7 @@ from planner.model.repeated_code import RepeatedCode
 
 
 class SentResultFinder:
-    """Search for results of functions that are sent across cuts. A sent result may be computed from other ones."""
+    """Search for function results that are sent across cuts."""
 
     def __init__(self, recording: Recording, repeated_code: RepeatedCode) -> None:
         self._recording = recording

@@ -59,7 +59,7 @@ def repeated_layers(keys: Sequence[Hashable]) -> list[int]:
 
 
 def skipped_modules(chain: Chain, layers: Sequence[int]) -> tuple[SkippedModule, ...] | None:
-    """Return the modules of `layers`, to be replaced by their input; None if one cannot be replaced."""
+    """Return the modules of `layers` as `SkippedModule`; None if a module cannot be skipped."""
     if chain.outline is None:
         return tuple(SkippedModule(path=chain.names[layer]) for layer in layers)
     skipped = []

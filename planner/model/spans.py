@@ -1,7 +1,4 @@
-"""Describe the code between two cuts: its modules, its name, and the storages that it uses.
-
-A span is the pair of times (begin, end) between which a layer runs.
-"""
+"""Describe the code between two cuts: its modules, its name, and the storages that it uses."""
 
 from collections.abc import Iterable, Sequence
 
@@ -12,7 +9,7 @@ from planner.model.leaves import TensorLeaf
 from planner.model.recording import END, ModuleCall, Recording
 
 Span = tuple[int, int]
-"""Times of the cut before a layer (0 for the first layer) and of the cut after it (`END` for the last layer)."""
+"""Positions in the recorded forward where a layer begins (0 for the first) and ends (`END` for the last layer)."""
 
 
 def modules_in(recording: Recording, span: Span) -> tuple[str, ...]:
@@ -44,7 +41,7 @@ def storages_at(recording: Recording, time: int, crossing: Sequence[int]) -> set
 
     Args:
         recording: One forward.
-        time: 0 for the inputs, `END` for the outputs, or the time of a cut.
+        time: 0 for the inputs, `END` for the outputs, or the position of a cut.
         crossing: Indices of the tensors that cross the cut; not used for inputs and outputs.
     """
     if time == 0:
@@ -69,10 +66,7 @@ def writes_into(recording: Recording, span: Span, storages: set[int]) -> bool:
 
 
 def repeated_reads_and_writes(cuts: PossibleCuts, cut: int) -> tuple[frozenset[str], frozenset[int]]:
-    """Return the parameters and buffers that repeated code reads, and numbers of the storages that it writes.
-
-    Repeated code is code before a cut that runs again after it.
-    """
+    """Return the parameters and buffers that code reads again after a cut, and the storages that it writes again."""
     flow = cuts.recording.flow.nodes
     numbered = enumerate(cuts.recording.operators)
     repeated = [

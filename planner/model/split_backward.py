@@ -122,7 +122,7 @@ class SplitBackward:
     def backward_input(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> DeferredUses:
         """Run pass I: compute all gradients except deferred weight gradients, which are returned for `backward_weight`.
 
-        The forward that computed `outputs` ran in `splitting`.
+        The forward that computed `outputs` must have run in the context manager `splitting`.
         """
         collected: DeferredUses = []
         self.collected = collected

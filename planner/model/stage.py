@@ -1,13 +1,11 @@
 """Run a stage of a model that is not a Sequential: the model's own forward, in which only the stage's layers run.
 
-Modules before the stage do not run. If the model's code calls one of them, the call returns the received tensors if the
-stage needs the result. Otherwise the call returns an absent ghost (`ghosts.py`), which is a tensor without values. The
-same holds for functions between these modules whose results are sent (`sent_results.py`). Parameters of other stages
-that the model's own code uses are absent ghosts, too. The stage checks that no output and no sent tensor depends on an
-absent ghost.
+Modules of earlier stages do not run. If the model's code calls one of them, the call returns the received tensors if
+the stage needs the result. Otherwise the call returns a tensor without values (`ghosts.py`). Parameters of other stages
+that the model's own code uses are also replaced by tensors without values. The stage checks that no tensor that it
+returns depends on them.
 
-The forward ends after the stage's last module, or after a sent result that follows it. The modules are modified only
-while a stage runs.
+The forward ends after the stage's last module. The modules are modified only while a stage runs.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -56,7 +54,7 @@ class ModelStage(nn.Module):
                 holder._buffers[last] = owner._buffers[last]
 
     def named_buffers(self, prefix: str = "", *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """Yield names and values of the stage's buffers, with `replaced_buffers`."""
+        """Yield names and values of the stage's buffers, including those of `replaced_buffers()`."""
         yield from super().named_buffers(prefix, *args, **kwargs)
         for name, buffer in self.replaced_buffers():
             yield f"{prefix}.{name}" if prefix else name, buffer
@@ -72,8 +70,7 @@ class ModelStage(nn.Module):
     def call_at_layers(self, listener: Callable[[int], None]) -> None:
         """In each forward, call `listener` when a layer begins, with its index in the stage.
 
-        If the model draws from Python's or NumPy's generator, `listener` is also called for code of earlier layers that
-        runs again. The layer just before the stage has the index -1.
+        The index is negative if the stage runs code of an earlier layer again. The previous layer has index -1.
         """
         self._part.call_at_layers(listener)
 

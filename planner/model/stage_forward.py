@@ -2,7 +2,7 @@
 
 For example, the model's forward calls `embed`, `blocks.0`, `blocks.1` and `head`, and the stage is `blocks.1` alone:
 
-    embed       ends before the stage: it does not run; an absent ghost replaces its result
+    embed       ends before the stage: it does not run; a tensor without values replaces its result
     blocks.0    ends before the stage: it does not run; the received tensors replace its result
                 the stage begins here
     blocks.1    runs; its results that cross the next cut are kept

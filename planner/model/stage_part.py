@@ -31,9 +31,9 @@ class StagePart:
         self.model_tensors = sorted({name for layer in outline.model_tensors[first:end] for name in layer})
         repeated = outline.repeated_model_tensors[first - 1] if first else frozenset[str]()
         self.repeated = sorted(repeated.intersection(self.model_tensors))
-        """Parameters and buffers of the stage that repeated code of earlier layers reads."""
+        """Parameters and buffers of the stage that code of earlier layers reads when it runs again in the stage."""
         self.absent = sorted(repeated.difference(self.model_tensors))
-        """Parameters and buffers of other stages that repeated code of earlier layers reads; no result may use them."""
+        """Parameters and buffers of other stages that this code reads. No result of the stage may use them."""
         self.overwritten = outline.overwritten[first - 1] if first else frozenset()
         calls = outline.recording.calls
         self.leftovers = [
@@ -57,9 +57,9 @@ class StagePart:
         self.when_done: Callable[[], None] = lambda: None
         self.when_layer_begins: Callable[[int], None] = lambda _layer: None
         self.layer_at: dict[int, int] = {}
-        """Index of the stage's layer that begins at each time; empty without a listener."""
+        """Index of the stage's layer that begins at each position; empty without a listener."""
         self.earlier: list[tuple[int, int]] = []
-        """For each layer before the stage: the time at which it begins, and its index (-1 just before the stage)."""
+        """For each layer before the stage: the position where it begins, and its index (-1 just before the stage)."""
         self.layers = range(first, end)
         self._cuts = [outline.start_and_end(layer, layer + 1)[0] for layer in self.layers]
         self._watch([self.begin, self.stop])
@@ -74,10 +74,7 @@ class StagePart:
         self._watch([*self._cuts, self.stop])
 
     def _watch(self, times: Sequence[int]) -> None:
-        """Choose the calls and results to follow, so that a forward notices when it reaches `times`.
-
-        A call that contains one of the times is followed call by call. Other calls run, or are skipped, as a whole.
-        """
+        # Only calls that contain one of the positions `times` are followed inside. Other calls run as a whole, or not.
         calls = self.outline.recording.calls
         crossing = {*self.received, *self.sent}
         self.sent_results: dict[tuple[int, int], _ResultsInGap] = {}

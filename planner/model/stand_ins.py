@@ -84,7 +84,7 @@ class StandInFactory:
             return zeros_without_memory(shape, meta.dtype, self._device)
 
     def parameter(self, name: str, tensor: Tensor) -> Tensor:
-        """Return a stand-in for a parameter or buffer of another stage, which repeated code may pass to operators."""
+        """Return a stand-in for a parameter or buffer of another stage."""
         with _disable_current_modes(), torch.no_grad():
             if self._with_ghosts:
                 return ghost_like(tensor, self._device, name)

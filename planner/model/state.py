@@ -88,7 +88,7 @@ def stateful_modules(layers: Iterable[tuple[str, nn.Module]]) -> list[StatefulMo
 
 
 def trained_batch_norms(module: nn.Module) -> list[_BatchNorm]:
-    """Return the batch normalizations in `module` whose running statistics training updates."""
+    """Return the batch normalizations in `module` that are in training mode and have running statistics."""
     parts = module.state_modules if isinstance(module, ModelStage) else module.modules()
     norms = (part for part in parts if isinstance(part, _BatchNorm))
     return [norm for norm in norms if norm.training and norm.running_mean is not None]

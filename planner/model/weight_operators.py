@@ -37,7 +37,7 @@ class Product:
     """True if the weight has one row per output feature, as in a linear layer."""
 
     def forward(self, operands: Operands) -> Tensor:
-        """Return the product, computed by the original function."""
+        """Return the product of the operands, plus the bias if there is one."""
         return self.call(operands)
 
     def input_gradient(self, gradient: Tensor, operands: Operands) -> Tensor:
@@ -80,7 +80,7 @@ class Convolution:
     groups: int
 
     def forward(self, operands: Operands) -> Tensor:
-        """Return the convolution, computed by the original function."""
+        """Return the convolution of the operands."""
         rest = (self.output_padding, self.groups, self.dilation) if self.is_transposed else (self.dilation, self.groups)
         return self.call(*operands, self.stride, self.padding, *rest)
 
