@@ -74,7 +74,6 @@ class FixedLayerBytes:
 
     @classmethod
     def of(cls, layers: Sequence[LayerProfile]) -> "FixedLayerBytes":
-        """Return the bytes of these layers."""
         names = {each.name: profile_field_of(each.name) for each in fields(cls)}
         return cls(**{name: np.array([getattr(layer, of) for layer in layers], float) for name, of in names.items()})
 
@@ -162,9 +161,9 @@ class SplitBackwardCosts:
     input: FloatArray
     """Highest memory of a later I."""
     end_first_input: FloatArray
-    """Peak memory of the first I if a stage ends with the layer, without the stage's output and its gradient."""
+    """Peak memory of the first I if a stage ends with the layer, without the output and the output's gradient."""
     end_input: FloatArray
-    """Peak memory of a later I if a stage ends with the layer, without the stage's output and its gradient."""
+    """Peak memory of a later I if a stage ends with the layer, without the output and the output's gradient."""
     first_weight: FloatArray
     """Highest memory of the first W, including the parameter gradients that W allocates."""
     weight: FloatArray

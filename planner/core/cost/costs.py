@@ -147,7 +147,7 @@ class CostTable:
 
 
 class CostsAtSize:
-    """Times and memory of a chain at one micro-batch size. Memory is computed only when it is read.
+    """Times and memory of a chain at one micro-batch size.
 
     Args:
         table: Costs of the profile.

@@ -284,14 +284,14 @@ def subtract_shared(
 
 
 def counts_with_permanent_bytes(counts: Sequence[FloatArray]) -> FloatArray:
-    """Return the counts of all devices as one array for `device_peaks`, with a 1 for the permanent bytes.
+    """Return the counts of all devices as one array for `device_peaks`, with a count for the permanent bytes.
 
     Args:
         counts: Number of memory parts of each kind (`PARTS`) at each point in the step; one array of shape (points,
             chunks, parts) per device.
 
     Returns:
-        Shape (devices, points, chunks, 1 + parts). Entry 0 of the last dimension is the 1.
+        Shape (devices, points, chunks, 1 + parts). Entry 0 of the last dimension is 1, for the permanent bytes.
     """
     # Devices with fewer points than others repeat their last point.
     _, chunks, num_parts = counts[0].shape

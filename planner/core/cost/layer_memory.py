@@ -147,7 +147,7 @@ class StageLayers:
         )
 
     def saved_and_peaks(self, recomputed: Collection[int]) -> SavedAndPeaks[float]:
-        """Return the stage's saved bytes and peaks if it recomputes these layers, given by their indices in the chain.
+        """Return the stage's saved bytes and peaks if it recomputes the layers `recomputed` (indices in the chain).
 
         Complexity: O(end - first).
         """

@@ -181,7 +181,7 @@ def makespans(
 ) -> FloatArray:
     """Return the step time of each of several partitions of a chain, in microseconds.
 
-    The results are bit for bit equal to those of `period_us` if `own_us` is given, else to those of `last_end_us`.
+    A step time equals `period_us` if `own_us` is given, else `last_end_us`, bit for bit.
 
     Args:
         actions: Actions of each device, in order.

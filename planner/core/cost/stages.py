@@ -41,7 +41,7 @@ class StagePeaks:
     no_grad: FloatArray
     """Highest memory in a forward without gradients, which will be recomputed."""
     first_backward: FloatArray
-    """Highest memory in the first micro-batch's backward, including the parameter gradients that it creates."""
+    """Highest memory in the first micro-batch's backward, including the parameter gradients."""
     first_recomputed: FloatArray
     """Highest memory in the first micro-batch's backward after recomputation, including gradients of autocast's weight
     copies that are not converted yet."""
@@ -77,8 +77,8 @@ class SplitBackwardMemory:
 class StageTable:
     """Memory of many stages, in bytes: one row per first layer, one column per last layer or per number of layers.
 
-    If all rows or all columns of an array are equal, it may have one row or one column. Entries whose last layer is
-    before the first layer are undefined.
+    If all rows or all columns of an array are equal, the array may have only one row or column. Entries whose last
+    layer is before the first layer are undefined.
     """
 
     micro_batches: int
@@ -100,7 +100,7 @@ class StageTable:
     copied_input: FloatArray
     output: FloatArray
     own_output: FloatArray
-    """Output without tensors that the stage receives and sends on unchanged, which are part of `input`."""
+    """Output without tensors that the stage receives and sends on unchanged."""
     sent_output: FloatArray
     """Output that is sent to the next stage; 0 for the last stage."""
     output_gradient: FloatArray

@@ -62,7 +62,7 @@ class BuildingBlockSchedule(VSchedule):
 
     @abstractmethod
     def most_held(self, num_devices: int) -> int:
-        """Return the largest number of F on a device whose W has not run yet, over both stages of the device."""
+        """Return the largest number of micro-batches that a device stores between F and W, summed over its stages."""
 
     def order(self, device: int, num_devices: int, micro_batches: int, chunks: int) -> tuple[Action, ...]:
         """Return the device's actions: the pattern of passes for each micro-batch.

@@ -47,7 +47,7 @@ class ActionKind:
     Examples: B on the last stage waits for F; W waits for I.
     """
     paper: tuple[str, ...]
-    """Colors of the action's boxes in pictures, one per chunk, then from the first color again."""
+    """Colors of the action's boxes in pictures, one for each chunk; further chunks repeat them."""
     ink: str
     """Color of the text on the boxes of pictures."""
     terminal: tuple[tuple[int, int], ...]

@@ -17,7 +17,7 @@ class ListedSchedule(Schedule):
 
     Args:
         rows: Actions of each device, in order; empty before the search.
-        meant_for: Placement of the stages for which orders are to be searched; unused if there are orders.
+        meant_for: Placement of the stages if `rows` is empty.
     """
 
     name = "search"
@@ -40,7 +40,7 @@ class ListedSchedule(Schedule):
 
     @cached_property
     def splits_backward(self) -> bool:  # type: ignore[override]
-        """True if a backward is split, or if the orders are still to be searched."""
+        """True if a backward is split, or if there are no action orders yet."""
         return not self.rows or any(action.kind == "W" for row in self.rows for action in row)
 
     @property
@@ -68,7 +68,7 @@ class ListedSchedule(Schedule):
 
     @cached_property
     def num_micro_batches(self) -> int:
-        """Number of micro-batches (M); 0 if the orders are still to be searched."""
+        """Number of micro-batches (M); 0 if there are no action orders yet."""
         return len({action.micro_batch for row in self.rows for action in row})
 
     @property

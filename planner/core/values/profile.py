@@ -154,8 +154,7 @@ class SplitMemory:
     """Exact memory record of one layer with a split backward, at one micro-batch size.
 
     A peak is relative to the memory at the start of the layer's forward. The layer's input counts only if the layer
-    keeps it for the weight-gradient pass. In the names, `input_peak` is the peak of the input-gradient pass (I), and
-    `weight_peak` that of the weight-gradient pass (W). A value of None was not measured.
+    keeps it for the weight-gradient pass (W). The input-gradient pass is called I. A value of None was not measured.
     """
 
     held_bytes: int
@@ -314,10 +313,7 @@ class LayerProfile:
 
     @property
     def created_gradient_bytes(self) -> int:
-        """Memory of the parameter gradients that backward creates, in bytes.
-
-        The value is `gradient_bytes`, or `parameter_bytes` if that is None.
-        """
+        """Memory of the parameter gradients that backward creates, in bytes."""
         return self.parameter_bytes if self.gradient_bytes is None else self.gradient_bytes
 
 
