@@ -270,10 +270,8 @@ def smallest_limit_bytes(case: Case) -> float:
 
 
 def _least_excess_bytes(case: Case, width: int, limits_bytes: Sequence[float]) -> float:
-    """Return the largest number of bytes by which a device exceeds its limit, with the cuts that minimize this number.
-
-    The result is 0 or less if these cuts fit. Stages of more than `width` layers are not considered.
-    """
+    # Return the smallest number for which some cuts exceed no device's limit by more bytes; 0 or less if some cuts fit.
+    # Stages of more than `width` layers are not considered.
     least, has_one_table = np.inf, len(set(limits_bytes)) == 1 and case.schedule.is_forwards_first
     # Under 1F1B the memory of a stage depends on the number of later stages. Its limit depends on its own index.
     for count in range(1, case.num_devices + 1):

@@ -3,26 +3,27 @@
 Every stage that fits is an arc from layer `first` to layer `end`. A variable that is 0 or 1 says if the arc is chosen.
 The chosen arcs form a path from layer 0 to layer L. The step time (`planner.core.cost.step_time`) is
 
-    T = sum F + sum C + (M-1) max(F, C)  +  D  +  U
+    T = sum F + sum C + (M-1) S + D + U
 
     M       number of micro-batches
     F, C    forward time of a stage; transfer time of the link before the stage
     p, q    backward time of a stage for micro-batches 0..M-2, and for micro-batch M-1
     o       time of all-reduce and optimizer step of a stage
     h       F + q of a stage, without the recomputation in q
-    D, U    time of the backward; time that optimizer steps add
+    S       variable: longest forward time of a stage, or transfer time of a link
+    D       variable: time of the backward of all micro-batches
+    U       variable: time that optimizer steps add
 
-The maximum, D and U follow from linear constraints. All sums are over chosen arcs. Exactly one chosen arc covers layer
-i. So the next constraint, which exists for each i, compares the maximum with this arc:
+All sums are over chosen arcs. Exactly one chosen arc covers layer i, so this constraint compares S with one stage:
 
-    largest max(F, C) >= sum_{first <= i < end} max(F, C)
+    S >= sum_{first <= i < end} max(F, C)     for every i
 
-The backward visits stages from the last to the first. At most one chosen arc begins at layer i:
+At most one chosen arc begins at layer i. The backward visits the stages from the last to the first:
 
     A_i   time of the backward of one of the micro-batches 0..M-2 through layers i..L-1 and their links
     X_i   (M-2) times the slowest stage or link of layers i..L-1, without the link before layer i
     Z_i   (M-2) times the slowest stage or link of layers i..L-1
-    D_i   end of the backward of micro-batch M-1 through layers i..L-1; D = D_0
+    D_i   time of the backward of all micro-batches through layers i..L-1 and their links; D = D_0
 
     A_i  = A_{i+1} + sum_{first = i} (p + C)
     X_i >= Z_{i+1}
@@ -33,6 +34,9 @@ The backward visits stages from the last to the first. At most one chosen arc be
     D_i >= A_{i+1} + sum_{first = i} (p + q + C) + X_i        or it waits for earlier micro-batches at the stage,
     D_i >= A_{i+1} + sum_{first = i} (p + 2 C) + Z_i          or at the link
     D   >= sum (min(p, q) + C) + (M-1) max(p, C)              implied, but makes HiGHS several times faster
+
+The backward of earlier stages, and their forward in the next step, hide a part of a stage's optimizer step:
+
     U   >= sum_{first = i} o - sum_{end <= i} h - 2 sum_{first <= i} C     for every i
 
 PuLP states the program, and HiGHS solves it. Times are scaled so that a step is about 1000. Complexity: exponential in

@@ -1,4 +1,4 @@
-"""Choice of the search for each case (schedule, number of micro-batches, devices), and of its number of simulations."""
+"""Choice of the search function for each case of a request, and limits on the actions that it simulates."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -122,11 +122,11 @@ class CaseKey(NamedTuple):
 
 
 class SearchedCases(NamedTuple):
-    """Result of a search over several cases: the best plan found, lower bounds, and the answer of each case."""
+    """Result of the searches of several cases (`Case`) of a request."""
 
     best: Answer | None
     bounds_us: Mapping[ScheduleName, float]
-    """For each schedule, a lower bound of the step time of all plans of its cases."""
+    """Lower bound of the step time of all plans, by schedule."""
     complete: bool
     """True if there was time to search every case."""
     answers: Mapping[CaseKey, Answer]
@@ -134,7 +134,7 @@ class SearchedCases(NamedTuple):
 
     @property
     def bound_us(self) -> float:
-        """Lower bound of the step time of all plans of these cases."""
+        """Lower bound of the step time of all plans of the cases."""
         return min(self.bounds_us.values(), default=inf)
 
     def simplest_answer(self, best: Answer, share: float) -> Answer:
@@ -208,7 +208,7 @@ def search_cases(
         request: The request.
         deadline: Limits on time and on simulated actions.
         upper_us: Step time to beat, in microseconds.
-        starts: Answers from which the searches of some cases start, as `start` of `search_function_for`.
+        starts: Answers from which the searches of some cases start, by case.
         ranks: Estimated step time for each tuple of tensor-parallel width, replicas and number of micro-batches. The
             cases of a schedule are searched in ascending order of this time, until it reaches the best step time found.
             None: lower bounds decide the order.
@@ -345,10 +345,7 @@ def fastest_schedules_us(answers: Iterable[Answer], most: int) -> dict[ScheduleN
 
 
 def key_without_schedule(case: Case) -> tuple[object, ...]:
-    """Return a key of all properties of a case except its schedule, and of the schedule's placement of stages.
-
-    The keys of two cases are equal if only their schedules differ, and if both schedules have the same placement.
-    """
+    """Return a key that is equal for two cases if only their schedules differ, but not the placement of stages."""
     return CaseKey.of(case)._replace(schedule=GPIPE), case.schedule.placement
 
 

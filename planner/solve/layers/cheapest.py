@@ -16,8 +16,8 @@ A dynamic program visits the layers in order. A partial choice is made for the l
     held     part of `saved` that is saved in the visited layers
     room     upper limit on `saved`, given the peaks of the visited layers
 
-A storage is pending until a layer saves it or the last layer that reads it has run. Partial choices with the same
-pending storages form a group. A partial choice is dropped if
+A tensor of a visited layer is pending if no layer has saved it, but a later layer may save it. Partial choices with
+the same pending tensors form a group. A partial choice is dropped if
 
 - another one of its group is at least as good in all three numbers,
 - no choice for the later layers can fit, or
@@ -41,7 +41,7 @@ from planner.core.cost.memory import stage_memory_functions
 from planner.core.cost.peak_points import PeakPoints
 
 RELATIVE = 1e-12
-"""Relative difference above which a time counts as shorter; sums in another order differ by less, by rounding."""
+"""Relative difference above which a time counts as shorter. Rounding errors are smaller."""
 
 _FEW_LABELS = 64
 """Number of labels kept in the first run. It finds a good choice, with which the second run drops most labels."""
@@ -98,19 +98,20 @@ def cheapest_recomputed_layers(
 
 
 class MemoryLimit(NamedTuple):
-    """Memory limit of a stage at one point in the step.
+    """Limit on the memory of a stage at one point in the step: weight * saved bytes + peak <= bytes.
 
-    The memory is the bytes that each micro-batch saves, times the micro-batches in flight, plus the peak.
+    The saved bytes are those of one micro-batch. The peak is the memory of the running layer.
     """
 
     bytes: float
+    """Memory limit minus all memory that does not depend on the recomputed layers."""
     weight: int
     """Number of micro-batches in flight."""
     peak: int
-    """Index of the peak that counts, in the order of `LayerPeaks`; negative if no layer of the stage runs."""
+    """Field of `LayerPeaks` that has the peak, as an index; negative if no layer of the stage runs."""
 
     def room(self, peak: FloatArray | float) -> FloatArray:
-        """Return how many bytes each micro-batch may save in addition to a peak; negative if the peak does not fit."""
+        """Return the limit on the saved bytes of one micro-batch, given a peak; negative if the peak does not fit."""
         # With weight 0, for example if M = 1, no complete micro-batch is in flight: only the peak counts.
         if self.weight == 0:
             return np.where(np.less_equal(peak, self.bytes), np.inf, -np.inf)
@@ -121,11 +122,11 @@ class MemoryLimit(NamedTuple):
 def cheapest_layers_within(
     layers: StageLayers, limits: Sequence[MemoryLimit], times_us: FloatArray, *, most_choices: int = 4096
 ) -> LayerChoice | None:
-    """Return the layers to recompute so that a stage keeps several memory limits in the least time; None if it cannot.
+    """Return the recomputation of least time that keeps all memory limits of a stage; None if there is none.
 
     Args:
         layers: Memory of the stage's layers.
-        limits: Memory limits at the points in the step of the stage's device.
+        limits: Memory limits of the stage, one for each point in the step.
         times_us: Time to recompute each layer.
         most_choices: Number of partial choices kept per layer, as for `cheapest_recomputed_layers`.
     """
@@ -156,15 +157,14 @@ class _Choice(NamedTuple):
 
 
 class _Labels(NamedTuple):
-    """Partial choices (labels) with the numbers of the module's docstring; each array has one entry per label."""
-
+    # Partial choices (labels), one array entry each. The module's docstring explains time, held and room.
     time: FloatArray
     held: FloatArray
     room: FloatArray
     bound: FloatArray
     """Lower bound of the recomputation time of the whole stage."""
     parent: IntArray
-    """Index of the partial choice without the last visited layer, among all labels before this layer."""
+    """Index of the label without the last visited layer."""
     is_recomputed: BoolArray
     """True if the last visited layer is recomputed."""
 
@@ -178,7 +178,7 @@ def _concatenate(parts: Iterable[_Labels]) -> _Labels:
 
 
 PendingStorages = tuple[tuple[int, float], ...]
-"""Storages that no layer has saved so far, each as the last layer that reads it and its bytes."""
+"""For each pending storage, the last layer that reads it, and its bytes."""
 
 
 class _LayerDynamicProgram:
@@ -225,10 +225,8 @@ class _LayerDynamicProgram:
         return highest
 
     def run(self, upper_us: float, width: int) -> tuple[_Choice | None, float]:
-        """Return the best choice faster than `upper_us`, and a lower bound of the times of dropped choices.
-
-        At most `width` partial choices are kept after each layer.
-        """
+        # Return the fastest choice below `upper_us`, and a lower bound of the recomputation times of dropped choices.
+        # At most `width` partial choices are kept after each layer.
         zero, none = np.zeros(1), np.zeros(1, dtype=np.int64)
         groups: dict[PendingStorages, _Labels] = {(): _Labels(zero, zero, zero + self.room, zero, none, none > 0)}
         history: list[tuple[IntArray, BoolArray]] = []
@@ -357,14 +355,8 @@ def _remove_dominated(labels: _Labels) -> _Labels:
 
 
 def _staircase(held_bytes: Sequence[float], room: Sequence[float]) -> list[int]:
-    """Return the indices of the partial choices that are not dominated. The choices are sorted by recomputation time.
-
-    An earlier choice dominates a later one if it saves no more bytes, and is allowed to save no fewer.
-
-    Args:
-        held_bytes: Bytes that each choice saves.
-        room: Upper limit on these bytes, for each choice.
-    """
+    # Return the indices of undominated choices. Choices are sorted by recomputation time. A choice is dominated if an
+    # earlier one has at most as many saved bytes, and at least as much room for saved bytes.
     kept = []
     # Undominated pairs of saved bytes and room. Both ascend, because a pair with more bytes needs more room.
     steps: list[float] = []
@@ -384,7 +376,7 @@ def _staircase(held_bytes: Sequence[float], room: Sequence[float]) -> list[int]:
 
 
 def _limit_width(groups: dict[PendingStorages, _Labels], width: int) -> tuple[dict[PendingStorages, _Labels], float]:
-    """Return the groups with the best `width` partial choices in total, and the smallest lower bound of the others."""
+    # Keep the best `width` labels of all groups. Also return the smallest lower bound of the dropped labels.
     sizes = [len(labels.time) for labels in groups.values()]
     if sum(sizes) <= width:
         return groups, np.inf

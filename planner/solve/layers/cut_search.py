@@ -41,9 +41,9 @@ class LayerCandidate(PartitionCandidate):
     """Partition in a local search, in which stages may recompute some of their layers."""
 
     recomputed: tuple[tuple[int, ...], ...]
-    """Layers that each stage recomputes, as indices in the chain, if its recompute choice is `LAYERS`."""
+    """Indices of the layers that each stage recomputes; empty if its recompute choice is not `LAYERS`."""
     layers_us: FloatArray
-    """Forward time of these layers of each stage on the profiled device, in microseconds; shape (stages,)."""
+    """Forward time of the layers in `recomputed` on the profiled device, in microseconds; shape (stages,)."""
 
     def partition(self, case: Case) -> Partition:
         """Return the candidate as a `Partition` of the cost model."""
@@ -56,9 +56,9 @@ def simulate_candidates(
     """Simulate the candidates that fit into memory, and record the fastest one if it is the best so far.
 
     Args:
-        progress: State of the search.
+        progress: Best partition so far, and budget of the search.
         evaluator: Evaluator for the candidates' number of devices.
-        candidates: The candidates.
+        candidates: Candidates to simulate.
 
     Returns:
         The candidates that fit, with their step times, then the candidates that do not fit.
@@ -94,7 +94,7 @@ class CutAndLayerSearch(Descent[LayerCandidate]):
     """Local search over cuts and recomputed layers for one number of devices.
 
     Args:
-        progress: State of the search over the case.
+        progress: Best partition so far, and limits of the search.
         evaluator: Evaluator for this number of devices.
         devices: Search for the recomputation of each device.
     """
@@ -106,7 +106,7 @@ class CutAndLayerSearch(Descent[LayerCandidate]):
         self._forward_us = np.where(costs.has_backward, costs.forward_us, 0.0)
 
     def search(self, starts: Sequence[IntArray], most_actions: int, initial: Partition | None = None) -> None:
-        """Search from `initial` and from each of `starts`, then repeatedly from the best result.
+        """Search from each given partition, then repeatedly from the best result.
 
         Args:
             starts: Cuts to start from, each of shape (stages + 1,).
@@ -116,7 +116,7 @@ class CutAndLayerSearch(Descent[LayerCandidate]):
         self.descend(self._starts(starts, initial), most_actions, most_restarts=_FRUITLESS if len(self.moves) else 0)
 
     def evaluate(self, every_cuts: Sequence[IntArray]) -> list[LayerCandidate]:
-        """Simulate partitions with these cuts, and with the fastest recomputation found for each device."""
+        """Simulate partitions with the given cuts and the fastest recomputation found for each device."""
         return self._simulate(
             [
                 self._candidate_with(cuts, [recomputations[0] for recomputations in self._recomputations(cuts)])
@@ -141,10 +141,6 @@ class CutAndLayerSearch(Descent[LayerCandidate]):
                 yield self.evaluate([cuts])[0]
 
     def pick_best(self, candidate: LayerCandidate, cuts: IntArray) -> LayerCandidate:
-        """Return the best partition after one move, with the recomputed layers chosen again for the fastest moves.
-
-        `cuts` has the cuts after each possible move, shape (moves, stages + 1).
-        """
         if candidate.excess_bytes > 0:
             self.progress.budget.spent += self.evaluator.num_actions
             least = np.full((len(cuts), self.evaluator.num_stages), self.evaluator.allowed[-1])
@@ -157,7 +153,6 @@ class CutAndLayerSearch(Descent[LayerCandidate]):
         return min(self.evaluate(list(cuts[order[:_MOST_PICKED]])), key=attrgetter("rank"))
 
     def other_recomputations(self, candidate: LayerCandidate) -> Iterator[LayerCandidate]:
-        """Yield the best partition, if any, that differs from the candidate in the recomputation of one device."""
         changed = [
             self._with_recomputation(candidate, list(self.evaluator.stages_by_device[device]), recomputation)
             for device, recomputations in enumerate(list(self._recomputations(candidate.cuts)))
@@ -172,7 +167,6 @@ class CutAndLayerSearch(Descent[LayerCandidate]):
             yield min(self._simulate(others), key=attrgetter("rank"))
 
     def perturb(self, candidate: LayerCandidate) -> LayerCandidate:
-        """Return the candidate after a few random moves of cuts."""
         return self.evaluate([self.random_cuts(candidate.cuts)])[0]
 
     def _is_recomputed(self, candidate: LayerCandidate) -> BoolArray:

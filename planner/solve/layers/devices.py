@@ -47,9 +47,9 @@ class Recomputation:
     choices: tuple[int, ...]
     """Recompute choice of each chunk: an index into `CHOICES`, or the constant `LAYERS`."""
     recomputed: tuple[tuple[int, ...], ...]
-    """Layers that each chunk recomputes, as indices in the chain, if its choice is `LAYERS`."""
+    """Indices of the layers that each chunk recomputes; empty if its choice is not `LAYERS`."""
     layers_us: tuple[float, ...]
-    """Forward time of these layers of each chunk."""
+    """Forward time of the layers in `recomputed`, for each chunk."""
     recompute_us: float
     """Recomputation time of the device in a step."""
     excess_bytes: float
@@ -98,7 +98,7 @@ class RecomputeSearch:
         Args:
             device: Index of the device.
             cuts: Cuts of all stages, shape (stages + 1,).
-            choices: Recompute choice of each stage of the device to start from, as an index into `CHOICES`.
+            choices: Recompute choice of each of the device's stages at the start, as an index into `CHOICES`.
         """
         chunks, limit = self._chunks(device, cuts), self._evaluator.case.limits_bytes[device]
         start = [chunk.whole[choice] for chunk, choice in zip(chunks, choices, strict=True)]
@@ -270,10 +270,8 @@ def _recomputation(options: Sequence[_ChunkRecomputation], limit: float) -> Reco
 
 
 def _solve_jointly(chunks: Sequence[_Chunk], limit: float) -> list[list[_ChunkRecomputation]]:
-    """Return the fastest combination of recomputations of all stages of a device that fits, then other fast ones.
-
-    There is no result if there are too many combinations, or if none fits.
-    """
+    # Return the fastest combination of recomputations with which the device fits, then other fast ones. The list is
+    # empty if there are too many combinations, or if none fits.
     tables = [chunk.options for chunk in chunks]
     recompute_us, places = np.zeros(1), np.zeros((1, 0), dtype=np.int64)
     held_bytes: FloatArray = np.zeros((1, len(chunks[0].peak)))

@@ -2,8 +2,8 @@
 
 The search starts from the best plan that recomputes whole stages, so its result is never slower than this plan. The
 lower bound is computed as in `planner.solve.chunks.search`. If there are few partitions, all of them are simulated
-without recomputation. Some of them exceed their memory limits and need recomputation, which never makes them faster.
-The smallest simulated time of these partitions is therefore a lower bound for them.
+without recomputation. Partitions that exceed a memory limit need recomputation, which never makes them faster. Their
+smallest time without recomputation is therefore a lower bound of their times with recomputation.
 """
 
 from functools import partial
@@ -41,7 +41,7 @@ def search_layer_recomputation(
     """Return the best partition found in which stages may recompute some of their layers.
 
     Args:
-        case: The case; its policy allows recomputation layer by layer.
+        case: Case whose policy allows recomputation layer by layer.
         by_stage: Answer that recomputes whole stages, from which the search starts, or None.
         upper_us: Step time to beat; at most the step time of `by_stage`.
         deadline: Limits on time and on simulated actions.

@@ -70,7 +70,7 @@ class RecomputeTimes:
         return table
 
     def solve_stage(self, first: int, end: int, limit_bytes: float, points: PeakPoints) -> LayerChoice | None:
-        """Return the layers to recompute so that a stage fits in the least time; None if it never fits.
+        """Return the layers of least recomputation time that make a stage fit; None if the stage never fits.
 
         The time is recorded in the tables.
 
@@ -100,7 +100,7 @@ def _set_entry(table: FloatArray, first: int, end: int, choice: LayerChoice | No
 def least_recompute_us(
     costs: ChainCosts, firsts: IntArray, stop: int, points: PeakPoints, *, limit_bytes: float
 ) -> FloatArray:
-    """Return lower bounds of the time that stages need to recompute layers so that they fit.
+    """Return lower bounds of the recomputation time with which stages fit.
 
     Args:
         costs: Costs of the layers.
@@ -110,8 +110,8 @@ def least_recompute_us(
         limit_bytes: Memory limit of the stages' device minus its reserve, in bytes.
 
     Returns:
-        Microseconds, one row per first layer and one column per last layer from `firsts[0]`; infinite if the stage
-        never fits. Entries whose last layer is before the first layer are undefined.
+        Microseconds, one row per first layer and one column per last layer, which begin at `firsts[0]`; infinite if the
+        stage never fits. Entries whose last layer is before the first layer are undefined.
 
     Complexity: O(n (stop - firsts[0]) R) for n first layers. R is the number of different ratios of recomputation time
     to freed bytes, at most `_MOST_RATIOS`.

@@ -26,16 +26,15 @@ class LayerSubsets(NamedTuple):
     times_us: FloatArray
     """Time to recompute the layers of each subset, shape (subsets,)."""
     saved: FloatArray
-    """Bytes that a micro-batch still saves for its backward if the subset is recomputed, shape (subsets,)."""
+    """Bytes that a micro-batch saves for its backward if the subset is recomputed, shape (subsets,)."""
     peaks: FloatArray
-    """Peak memory in the order of `LayerPeaks`, then 0 for points when no layer runs; shape (subsets, 4)."""
+    """Peak memory in bytes, one column per field of `LayerPeaks`, and a column of zeros; shape (subsets, 4)."""
 
     @classmethod
     def of(cls, layers: StageLayers, times_us: FloatArray) -> "LayerSubsets":
-        """Return the subsets of a stage's layers that may be worth recomputing.
+        """Return the subsets of a stage's layers that may be worth recomputing; at most `MOST_LAYERS` layers.
 
-        The stage must have at most `MOST_LAYERS` layers. `times_us` has the time to recompute each of them, in
-        microseconds.
+        `times_us` has the time to recompute each layer, in microseconds.
         """
         trained = np.flatnonzero(layers.can_recompute)
         every = np.zeros((1 << len(trained), len(times_us)), dtype=np.bool_)

@@ -44,7 +44,7 @@ class ActionOrder(NamedTuple):
     rows: list[list[Act]]
     """Stage, kind and micro-batch of each action, for each device."""
     period_us: float
-    """Step time as in `planner.core.cost.simulate.period_us`, but no transfer keeps the receiving device busy."""
+    """Step time in microseconds if no transfer keeps the receiving device busy."""
 
     def actions(self) -> tuple[tuple[Action, ...], ...]:
         """Return the actions of each device, in order."""
@@ -56,9 +56,9 @@ class DispatchRules:
     """Rules by which a free device chooses its next action."""
 
     most_waiting: tuple[int, ...]
-    """For each stage, the largest number of micro-batches between forward (F) and input-gradient pass (I)."""
+    """For each stage, the largest number of micro-batches between their F and their I."""
     patience: tuple[float, ...]
-    """For each device, the time that a weight-gradient pass waits for another action, as a multiple of its duration."""
+    """For each device, the longest wait for another action before it runs a W, in durations of the W."""
     forward_first: bool
     """True to run F before I if both can run."""
     later_chunk_first: bool
@@ -274,11 +274,8 @@ class _RuleScheduler(_ListScheduler):
                 self.weight_backward(device, *waiting.popleft(), now_us)
 
     def _next_forward(self, device: int, now_us: float) -> tuple[int, float, bool]:
-        """Return a stage of the device that may run a forward next, and the time at which its input arrives.
-
-        If there is none, the stage is -1 and the time infinite. The third value is True if the input of some stage has
-        arrived, but memory does not suffice for its forward.
-        """
+        # Return a stage of the device that may run a forward next, and the time at which its input arrives; -1 and
+        # infinity if there is none. The third value is True if an input has arrived whose forward lacks memory.
         best, best_us, is_full = -1, inf, False
         for stage in self.forward_order[device]:
             forwards = self.forwards[stage]

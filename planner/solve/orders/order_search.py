@@ -120,10 +120,7 @@ class OrderSearch:
         return self.best
 
     def improve(self, rows: Rows, most_actions: int) -> SimulatedOrder | None:
-        """Return the best order found close to `rows`, by simulating at most `most_actions` actions.
-
-        `rows` has an action order of each device that fits into memory.
-        """
+        """Improve the action orders `rows`, which fit into memory, by simulating at most `most_actions` actions."""
         self._simulate(rows)
         act_rows = [[(action.stage, action.kind, action.micro_batch) for action in row] for row in rows]
         near = follow_order(self._problem, act_rows, lookahead=_LOOKAHEAD[0], patience=inf)
@@ -210,17 +207,14 @@ class OrderSearch:
 
 
 class _Tuning(NamedTuple):
-    """Parameters of dispatch rules that are equal for all devices.
+    """Parameters from which `DispatchRules` are computed."""
 
-    `DispatchRules.most_waiting` of a stage is `waiting` * n + `extra`, rounded up and at least 1. Here n is a number of
-    the stage, for example the number of later stages plus one. The field `shape` selects n.
-    """
-
+    # `DispatchRules.most_waiting` of a stage is ceil(waiting * n) + extra, but at least 1. `shape` selects n:
+    #     0  `_in_flight_per_round_trip`
+    #     1  number of later stages plus one
+    #     2  `_forwards_per_round_trip`
     waiting: float = 1.0
     shape: int = 0
-    """0: n is the number of micro-batches that the slowest device can run from a forward of the stage to the end of the
-    same micro-batch's input gradient. 1: n is the number of later stages plus one. 2: n is the number of forwards that
-    the stage can run until the gradient of a finished forward arrives."""
     extra: int = 0
     patience: float = 0.5
     forward_first: bool = False
@@ -251,14 +245,15 @@ def least_period_us(problem: OrderProblem) -> float:
 
 
 def _round_trip_us(times: Sequence[StageTimes], stage: int) -> float:
-    """Return the least time from the end of a stage's forward until the gradient of its output arrives."""
+    # Return the least time from the end of a stage's forward until the gradient of its output arrives.
     behind = times[stage + 1 :]
     least_us = sum(t.forward_us + min(t.input_backward_us, t.last_input_backward_us) for t in behind)
     return least_us + 2 * sum(t.send_us for t in times[stage:-1])
 
 
 def _in_flight_per_round_trip(problem: OrderProblem) -> tuple[float, ...]:
-    """Return how many micro-batches the slowest device runs during a round trip from each stage."""
+    # For each stage: time from the begin of a forward to the end of the same micro-batch's input gradient, divided by
+    # the time that the slowest device needs for a micro-batch.
     pace_us = max(
         sum(t.forward_us + t.input_backward_us + t.weight_backward_us for t in (problem.times[s] for s in chunks))
         for chunks in problem.stages_by_device
@@ -272,6 +267,7 @@ def _in_flight_per_round_trip(problem: OrderProblem) -> tuple[float, ...]:
 
 
 def _forwards_per_round_trip(problem: OrderProblem) -> tuple[float, ...]:
+    # Number of forwards that each stage can run until the gradient of a finished forward arrives.
     return tuple(
         _round_trip_us(problem.times, stage) / times.forward_us if times.forward_us else 1.0
         for stage, times in enumerate(problem.times)

@@ -17,13 +17,13 @@ ceil(M / n) micro-batches:
 
     window >= ceil(M / n) P + rest of a backward of f after its input gradient
 
-Let g, h, … be the stages of another device that come after f. That device runs their forwards and input gradients one
-after the other, after the first forward of f and before the last backward of f:
+Let g, h, … be stages after f, all on one other device. Between the first forward and the last backward of f, this
+device runs all forwards and input gradients of g, h, …. So the window of f's device has another bound:
 
-    window >= there + M (sum of F + G over g, h, …) + back + last backward of f
+    window >= t + M (sum of F + G over g, h, …) + b + last backward of f
 
-    there   one micro-batch from f to g: forwards of f and of the stages before g, and all transfers on the way
-    back    one micro-batch from g to f: input gradients of the stages between, and all transfers on the way
+    t       time of one micro-batch to g: forwards of f and of the stages before g, and their transfers
+    b       time of one micro-batch from g back to f: input gradients of the stages between, and transfers
 
 These bounds hold for any order of micro-batches, and for split and whole backwards. The lower bound of a partition is
 the largest sum of a device's window and its time between steps. The lower bound for all partitions is the smallest of
@@ -105,7 +105,7 @@ def least_windows_us(
     micro_batches: int,
     most_in_flight: FloatArray,
     *,
-    passed_us: FloatArray | None = None,
+    later_gradient_us: FloatArray | None = None,
 ) -> FloatArray:
     """Return lower bounds of each device's time from its first to its last action in a step, for any action order.
 
@@ -115,8 +115,8 @@ def least_windows_us(
         micro_batches: Number of micro-batches.
         most_in_flight: Largest number of micro-batches in flight on each device's first stage, at least 1; shape
             (partitions, devices).
-        passed_us: Least input-gradient times over all recompute choices, shape (partitions, stages), for the stages
-            after a device's first one. None to use `times.gradient_us`.
+        later_gradient_us: Least input-gradient times of stages after a device's first stage, shape (partitions,
+            stages). None to use `times.gradient_us`.
 
     Returns:
         Lower bounds in microseconds, shape (partitions, devices).
@@ -126,8 +126,8 @@ def least_windows_us(
     sends = times.send_us * np.array([*crosses, False])
     # Sums over the stages before each stage, including the transfers of these stages.
     forth = _prefix_sums(times.forward_us + sends)
-    passed_us = times.gradient_us if passed_us is None else passed_us
-    back = _prefix_sums(passed_us + sends)
+    later_gradient_us = times.gradient_us if later_gradient_us is None else later_gradient_us
+    back = _prefix_sums(later_gradient_us + sends)
     windows = np.zeros(most_in_flight.shape)
     for device, stages in enumerate(chunks):
         first, n = stages[0], most_in_flight[:, device]
@@ -146,7 +146,7 @@ def least_windows_us(
                 # Time from f to g and back, without the forwards and gradients of g, which `all_us` includes.
                 way_us = forth[:, later[0]] - forth[:, first] + sends[:, first]
                 way_us = way_us + back[:, later[0]] - back[:, first + 1]
-                all_us = micro_batches * (times.forward_us + passed_us)[:, later].sum(axis=1)
+                all_us = micro_batches * (times.forward_us + later_gradient_us)[:, later].sum(axis=1)
                 least_us = np.maximum(least_us, way_us + all_us + times.backward_us[:, first])
         windows[:, device] = least_us
     return windows
@@ -185,12 +185,13 @@ def _least_us(evaluator: Evaluator, cuts: IntArray, upper_us: float) -> float:
     if not len(cuts):
         return upper_us
     stages = [_StageBounds.of(evaluator, cuts, choice) for choice in evaluator.allowed]
-    passed_us = stages[0].times.gradient_us
+    gradient_us = stages[0].times.gradient_us
     windows = np.full((len(cuts), evaluator.num_devices), inf)
     for stage_bounds in _combinations(evaluator, stages):
         most_in_flight = stage_bounds.most_in_flight(evaluator)
         chunks, num = evaluator.stages_by_device, evaluator.case.micro_batches
-        least = least_windows_us(stage_bounds.times, chunks, num, np.maximum(most_in_flight, 1.0), passed_us=passed_us)
+        most = np.maximum(most_in_flight, 1.0)
+        least = least_windows_us(stage_bounds.times, chunks, num, most, later_gradient_us=gradient_us)
         windows = np.minimum(windows, np.where(most_in_flight > 0, least, inf))
     return min(upper_us, float((windows + stages[0].own_us).max(axis=1).min()))
 
@@ -208,7 +209,7 @@ class _StageBounds:
     running: FloatArray
     """Memory of a running forward or backward; the larger of both."""
     inside: FloatArray
-    """1 if the memory of the stage is in the tables, else 0."""
+    """1 if the memory of the stage is known; 0 if the stage is too long for the tables of `Evaluator`."""
 
     @classmethod
     def of(cls, evaluator: Evaluator, cuts: IntArray, choice: int) -> "_StageBounds":

@@ -1,6 +1,6 @@
 """Insight into a plan: its bottleneck, gains from more memory, devices or bandwidth, and effects of measurement noise.
 
-Every figure comes from the best plan for the plan's request with one change.
+To compute a gain, the solver searches again with one change of the plan's request, such as more memory.
 """
 
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ def frontier_of(profile: Profile, request: Request, plan: Plan) -> tuple[Frontie
 
     Args:
         profile: The profile of the plan.
-        request: The request that the plan answers. If the user stops its searches, the result is not usable.
+        request: Request that the plan answers. If its `watch` stops a search, the result is not usable.
         plan: The plan. Its own figures are returned for its numbers of replicas and micro-batches, without a search.
     """
     request, points = request.without_longer_search(), []
@@ -75,7 +75,7 @@ def insight_of(profile: Profile, request: Request, plan: Plan) -> Insight:
 
     Args:
         profile: The profile of the plan.
-        request: The request that the plan answers. If the user stops its searches, the result is not usable.
+        request: Request that the plan answers. If its `watch` stops a search, the result is not usable.
         plan: The plan.
     """
     if request.actions is not None:

@@ -33,7 +33,7 @@ class StageRules:
     """Number of layers of each stage, if the cuts are fixed; None to allow all cuts."""
 
     def forbids(self, first: IntArray, end: IntArray) -> BoolArray:
-        """Return True for each stage of the layers first to end - 1 that a rule forbids; the arrays are broadcast."""
+        """Return True where a rule forbids the stage of the layers first..end-1; both arrays are broadcast."""
         no = np.zeros(np.broadcast_shapes(first.shape, end.shape), dtype=bool)
         for group in filter(None, self.together):
             low, high = min(group), max(group)
@@ -68,16 +68,16 @@ class Case:
     rules: StageRules
     chunks: int = 1
     least_recompute_us: Callable[[int, float, PeakPoints], FloatArray] | None = None
-    """Function of a table width, a memory limit in bytes, and the points in the step at which memory may peak. It
-    returns lower bounds of the time to recompute layers of each stage, shape (layers + 1, width). None: stages are
-    recomputed whole or not at all."""
+    """Method `planner.solve.layers.stage_times.RecomputeTimes.table`, or None to recompute only whole stages."""
     _memory: dict[tuple[int, int], MemoryTable] = field(default_factory=dict, repr=False, compare=False)
 
     def partition(self, cuts: Sequence[int] | IntArray, choices: Sequence[int] | IntArray, **more: Any) -> Partition:
-        """Return a partition of this case for the cost model; `more` has other fields of `Partition`.
+        """Return a partition of this case for the cost model.
 
-        `cuts` has the first layer of each stage, then the number of layers. `choices` has the recompute choice of each
-        stage, as an index into `CHOICES` or as `LAYERS`.
+        Args:
+            cuts: First layer of each stage, then the number of layers.
+            choices: Recompute choice of each stage, as an index into `CHOICES` or as `LAYERS`.
+            more: Other fields of `Partition`.
         """
         return Partition(
             schedule=self.schedule.name,
@@ -150,8 +150,7 @@ class Case:
     def ideal_us(self) -> float:
         """Estimate of the step time for stages of equal work, without recomputation and transfers.
 
-        The estimate includes the bubble of 1F1B. If the schedule splits backwards, it is `bound_us`, because these
-        schedules may have no bubble.
+        The estimate includes the bubble of 1F1B, or no bubble if the schedule splits backwards.
         """
         if self.schedule.splits_backward:
             return self.bound_us

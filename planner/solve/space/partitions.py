@@ -42,7 +42,7 @@ from planner.solve.space.tables import allowed_choices, fill_stage_tables
 _STEPS = (-4, -2, -1, 1, 2, 4)
 
 _WIDEST = 6
-"""Largest number of layers of a stage, as a multiple of an even share of the layers."""
+"""Largest number of layers of a stage, as a multiple of the mean."""
 
 
 class Evaluator:
@@ -63,7 +63,7 @@ class Evaluator:
         self.stages_by_device = [stages_on(d, num_devices, case.chunks, placement) for d in range(num_devices)]
         """Indices of the stages of each device, ascending."""
         self.stages = np.array(self.stages_by_device)
-        """The same indices as an array of shape (K, V): `times[:, stages]` has the values of N partitions by device."""
+        """The indices in `stages_by_device` as an array, shape (devices, stages per device)."""
         self.speeds = np.array([cluster.speed(d) for d in devices[:-1]])
         links = [
             cluster.link_between(*ends, num_devices=num_devices, replicas=case.replicas) for ends in pairwise(devices)
@@ -79,12 +79,12 @@ class Evaluator:
 
     @property
     def num_actions(self) -> int:
-        """Number of actions in a step. One simulation costs this much of the budget."""
+        """Number of actions in a step, which a simulation charges to the budget."""
         return (3 if self.case.schedule.splits_backward else 2) * self.case.micro_batches * self.num_stages
 
     @property
     def has_layers(self) -> bool:
-        """Return True if there are enough layers for all stages, and fixed cuts, if any, have as many stages."""
+        """Return True if the layers suffice for `num_stages` stages, and if fixed cuts result in this number."""
         balance = self.case.rules.balance
         return self.case.costs.num_layers >= self.num_stages and (not balance or len(balance) == self.num_stages)
 
@@ -122,10 +122,10 @@ class Evaluator:
     def durations(
         self, cuts: IntArray, choices: IntArray
     ) -> tuple[StageBusyTimes, SplitBackwardTimes, FloatArray, FloatArray]:
-        """Return stage times with whole and with split backwards, transfer times, and times between steps.
+        """Return stage times with whole and with split backwards, transfer times, and optimizer times of devices.
 
-        Between steps, a device runs its optimizer step and the all-reduces of gradients among replicas. These times
-        have the shape (partitions, devices), all others (partitions, stages). Times are in microseconds.
+        Optimizer times include all-reduces, shape (partitions, devices). All other times have the shape (partitions,
+        stages). Times are in microseconds.
         """
         busy, crossing, own = self._times(cuts, choices)
         return busy, self._split_backward_times(busy, cuts), crossing, own
@@ -135,10 +135,9 @@ class Evaluator:
 
         Args:
             cuts: Cuts of each partition, shape (partitions, stages + 1).
-            choices: Recompute choice of each stage, shape (partitions, stages); may be `LAYERS` if `layers_us` is
-                given.
-            layers_us: Forward time, on the profiled device, of the layers that each stage recomputes if its choice is
-                `LAYERS`; shape (partitions, stages).
+            choices: Recompute choice of each stage, shape (partitions, stages).
+            layers_us: Forward time of the recomputed layers on the profiled device, for stages with the choice
+                `LAYERS`; shape (partitions, stages). None if no stage has this choice.
         """
         busy, crossing, own = self._times(cuts, choices, layers_us)
         times = {**busy._asdict(), "send_us": crossing}
@@ -163,9 +162,12 @@ class Evaluator:
         return over
 
     def fits(self, cuts: IntArray, choices: IntArray, actions: tuple[tuple[Action, ...], ...]) -> bool:
-        """Return True if a partition fits into memory with the given action order of each device.
+        """Return True if a partition fits into memory with given action orders.
 
-        `cuts` has the shape (stages + 1,), and `choices` the shape (stages,).
+        Args:
+            cuts: Cuts of the partition, shape (stages + 1,).
+            choices: Recompute choice of each stage, shape (stages,).
+            actions: Action order of each device.
         """
         stages, inside = self._bytes_of_stages(cuts[None], choices[None])
         always, parts = stages[0, :, 0], stages[0, :, 1:]
@@ -176,16 +178,17 @@ class Evaluator:
         )
 
     def excess_by_combination(self, cuts: IntArray, devices: IntArray, combinations: IntArray) -> FloatArray:
-        """Return the bytes by which devices exceed their memory limits, for each combination of recompute choices.
+        """Return the bytes by which one device of each partition exceeds its memory limit.
 
         Args:
             cuts: Cuts of each partition, shape (partitions, stages + 1).
-            devices: One device of each partition, in ascending order; shape (partitions,).
-            combinations: Recompute choices for the stages of a device, as indices into `allowed`; shape (combinations,
-                stages per device).
+            devices: Device to examine in each partition: a sorted array of shape (partitions,).
+            combinations: Combinations of recompute choices of the device's stages, as indices into `Evaluator.allowed`;
+                shape (combinations, stages per device).
 
         Returns:
-            Bytes, shape (partitions, combinations); infinite if a stage has more than `width` layers.
+            Bytes for each combination, shape (partitions, combinations); infinite if a stage has more than
+            `Evaluator.width` layers.
         """
         choices = np.array(self.allowed)[:, None, None]
         stages, inside = self._bytes_of_stages(cuts, choices, self.stages[devices])
@@ -233,23 +236,21 @@ class Evaluator:
         return stages, inside
 
     def bytes_at_point(self, counts: FloatArray) -> FloatArray:
-        """Return the memory of every stage at one point in the step, for each recompute choice.
+        """Return the bytes of every stage at one point in the step, as entries [choice, end, first - end + width].
 
-        A memory part (`PARTS`) is, for example, the saved tensors of one micro-batch. `counts` has the number of times
-        that each part exists at this point. The result is in bytes, shape (choices, layers + 1, width), and infinite
-        for entries without a stage.
+        The stage has the layers first..end-1. `counts` has the number of times that each memory part (`PARTS`) exists
+        at this point. Entries are infinite if `first` is negative.
         """
         return _sum_parts(self.parts, counts)
 
     def memory_bounds_by_layers(self, counts: FloatArray) -> tuple[FloatArray, FloatArray]:
         """Return lower bounds of the memory of stages that recompute some of their layers, at one point in the step.
 
-        A memory part (`PARTS`) is, for example, the saved tensors of one micro-batch. `counts` has the number of times
-        that each part exists at this point.
+        `counts` has the number of times that each memory part (`PARTS`) exists at this point.
 
         Returns:
-            Bytes of every stage, shape (layers + 1, width), infinite for entries without a stage; and the most bytes
-            that recomputing each layer frees. A stage needs at least its bytes minus those of its recomputed layers.
+            Bytes of every stage without recomputation, as entries [end, first - end + width] for the layers
+            first..end-1; and the most bytes that recomputing each layer frees.
         """
         costs, every = self.case.costs, self._any_by_layers
         runs = bool((every.peak[counts > 0] >= 0).any())
@@ -280,9 +281,10 @@ class Evaluator:
 
     @cached_property
     def parts(self) -> FloatArray:
-        """Table of the permanent bytes of each stage, then the bytes of each memory part (`PARTS`).
+        """Bytes of every stage: permanent bytes, then bytes of each memory part (`PARTS`), on the last axis.
 
-        Shape (choices, layers + 1, width, 1 + parts).
+        The other axes are the recompute choice, the end of the stage, and the column `first - end + width`, for the
+        layers first..end-1.
         """
         parts = np.zeros((len(CHOICES), self.case.costs.num_layers + 1, self.width, 1 + len(PARTS)))
         parts[self.allowed] = np.inf
@@ -296,10 +298,7 @@ class Evaluator:
 
     @cached_property
     def _parts_by_layers(self) -> FloatArray:
-        """Table of permanent bytes, then bytes of each memory part (`PARTS`), of stages without recomputed layers.
-
-        `memory_bounds_by_layers` computes lower bounds with recomputed layers from this table.
-        """
+        # As `parts`, for the recompute choice `layers` without any recomputed layer; the axis of choices is missing.
         parts = np.full((self.case.costs.num_layers + 1, self.width, 1 + len(PARTS)), np.inf)
 
         def block(firsts: IntArray, stop: int) -> list[FloatArray]:

@@ -22,7 +22,7 @@ _MOST_AT_ONCE = 1 << 18
 
 
 class BoundKind(NamedTuple):
-    """Definition of a lower bound: a value of each stage, and the maximum or sum over the stages."""
+    """Definition of a value of partitions: the maximum, or the sum, of a value of each stage."""
 
     combine: np.ufunc
     """Function that combines the values of a partition's stages: maximum or sum."""
@@ -31,16 +31,16 @@ class BoundKind(NamedTuple):
 
 
 class PrefixBounds:
-    """Lower bounds for the layers before each cut, by number of stages.
+    """Lower bounds of values, such as the longest stage time, of the layers before each cut.
 
     Args:
-        problem: The layers, and tables of all stages that a partition may have.
-        needs: Definitions of the lower bounds to compute, by name.
+        problem: Layers, and tables of the stages that a partition may have.
+        kinds: Values to bound, by name.
         deadline: Time limit, after which `OutOfTimeError` is raised.
     """
 
-    def __init__(self, problem: ChainProblem, needs: Mapping[str, BoundKind], *, deadline: Deadline = NEVER) -> None:
-        self._problem, self._needs, self._deadline = problem, needs, deadline
+    def __init__(self, problem: ChainProblem, kinds: Mapping[str, BoundKind], *, deadline: Deadline = NEVER) -> None:
+        self._problem, self._kinds, self._deadline = problem, kinds, deadline
         cells = len(problem.tables[0]) * (problem.num_layers + 1) * problem.width
         is_once = problem.is_uniform and cells <= _MOST_AT_ONCE
         self.shared_stages = self.stages(0, np.arange(problem.num_layers + 1)) if is_once else None
@@ -50,9 +50,9 @@ class PrefixBounds:
         `exact`)."""
 
     def cuts_with_smallest_maximum(self, name: str) -> tuple[int, ...] | None:
-        """Return the cuts for which the largest value of any stage is smallest; None if no partition fits.
+        """Return the cuts that minimize the largest value of any stage; None if no partition fits.
 
-        `name` is a key of `needs`, for example `backward` for the backward times of the stages.
+        `name` selects the value, for example `backward` for the backward time.
         """
         least = self.least[name]
         # From the last stage to the first, choose the stage that minimizes the maximum of itself and all earlier ones.
@@ -63,17 +63,13 @@ class PrefixBounds:
             end = cuts[-1]
             stages = self._problem.stages(num_later, 0, np.array([end]))
             before = least[self._problem.num_stages - num_later - 1][stages.first[0]]
-            cuts.append(int(stages.first[0, np.argmin(np.maximum(before, self._needs[name].stage_values(stages)[0]))]))
+            cuts.append(int(stages.first[0, np.argmin(np.maximum(before, self._kinds[name].stage_values(stages)[0]))]))
         return tuple(cuts[::-1])
 
     def _least_of_prefixes(self) -> dict[str, list[FloatArray]]:
-        """Return the lower bounds by name. Entry [r][i] is for layers 0..i-1 in r stages.
-
-        Fewer than r stages are allowed as well, unless the problem requires an exact number of stages (`exact`).
-        """
         num, width, most = self._problem.num_layers, self._problem.width, self._problem.num_stages
         start = np.where(np.arange(num + 1) == 0, 0.0, np.inf)
-        least = {name: [start] for name in self._needs}
+        least = {name: [start] for name in self._kinds}
         columns: dict[str, FloatArray] = {}
         # Bounds of the layers before each stage of the tables; infinite for negative layers. The buffer is reused.
         in_front = np.full(width + num, np.inf)
@@ -87,7 +83,7 @@ class PrefixBounds:
                 # Minima over the first axis are several times faster.
                 columns = {name: np.ascontiguousarray(row.T) for name, row in self._least_of_stages(levels).items()}
             ends = slice(max(0, num - (most - count) * width), min(num, count * width) + 1)
-            for name, (combine, _) in self._needs.items():
+            for name, (combine, _) in self._kinds.items():
                 before = least[name][-1]
                 in_front[width:] = before[:-1]
                 longer = np.full(num + 1, np.inf)
@@ -106,21 +102,21 @@ class PrefixBounds:
 
     def _values_of_stages(self, num_later: int) -> dict[str, FloatArray]:
         if self.shared_stages is not None:
-            return {name: need.stage_values(self.shared_stages).min(axis=0) for name, need in self._needs.items()}
+            return {name: kind.stage_values(self.shared_stages).min(axis=0) for name, kind in self._kinds.items()}
         num, width = self._problem.num_layers + 1, self._problem.width
-        values = {name: np.empty((num, width)) for name in self._needs}
+        values = {name: np.empty((num, width)) for name in self._kinds}
         size = max(1, MOST_CANDIDATES // width // len(self._problem.tables[num_later]))
         for start in range(0, num, size):
             ends = np.arange(start, min(start + size, num))
             stages = self.stages(num_later, ends)
-            for name, need in self._needs.items():
-                values[name][ends] = need.stage_values(stages).min(axis=0)
+            for name, kind in self._kinds.items():
+                values[name][ends] = kind.stage_values(stages).min(axis=0)
         return values
 
     def stages(self, num_later: int, ends: IntArray) -> StageTimeArrays:
         """Return the stages that end at each of the cuts `ends` and have `num_later` later stages.
 
-        The arrays have one more dimension, the first one, for the tables of `ChainProblem.tables[num_later]`.
+        `StageTimeArrays.of_variants` stacks the tables of `ChainProblem.tables[num_later]`.
         """
         variants = range(len(self._problem.tables[num_later]))
         return StageTimeArrays.of_variants([self._problem.stages(num_later, variant, ends) for variant in variants])

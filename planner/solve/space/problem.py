@@ -15,8 +15,8 @@ from planner.solve.space.tables import NO_CHOICE
 class StageTimeArrays(NamedTuple):
     """Times of stages as arrays: one row per cut at which the stages end, one column per first layer.
 
-    Times are in microseconds, for one micro-batch, with the executor's overhead and the time to receive over blocking
-    links. They are infinite for entries without a stage.
+    Times are in microseconds, for one micro-batch. They include the executor's overhead, and the time to receive over
+    blocking links. They are infinite for entries without a stage.
     """
 
     first: IntArray
@@ -49,7 +49,7 @@ class StageTimeArrays(NamedTuple):
         return cls(*each)
 
     def select(self, variant: IndexArray, row: IndexArray, column: IndexArray) -> "StageTimeArrays":
-        """Return some of the stages in an array with several tables, as `of_variants` returns it.
+        """Return single stages of the result of `of_variants`, in arrays of one dimension.
 
         Args:
             variant: Index of the table of each stage.
@@ -83,7 +83,7 @@ class LinkTimes:
 
     @property
     def transfer_us(self) -> FloatArray:
-        """Transfer time at each cut, whether or not transfers overlap with compute."""
+        """Transfer time of the link at each cut."""
         return self.on_link_us + self.receive_us
 
     @classmethod
@@ -125,18 +125,18 @@ class DeviceTable:
 class ChainProblem:
     """Problem of cutting a chain into at most, or exactly, `num_stages` stages.
 
-    Lists of tables and links begin with the last stage: entry n is for a stage that n stages follow.
+    Tables and links begin with the last stage: entry n is for the stage with n later stages.
     """
 
     num_stages: int
     exact: bool
-    """True for exactly `num_stages` stages, for example because devices or links differ."""
+    """True for exactly `num_stages` stages; False for at most `num_stages` stages."""
     sums: ChainSums
     tables: tuple[tuple[DeviceTable, ...], ...]
-    """Entry n: one or more tables of all possible stages that n stages follow, each with another recomputation."""
+    """Entry n: tables of all possible stages with n later stages. The tables differ only in the recomputation."""
     links: tuple[LinkTimes, ...]
-    """Entry n is the link after the stage that n stages follow; the last entry is the link before the first stage.
-    The links at both ends of the chain transfer nothing."""
+    """Entry n: link after the stage with n later stages. The last entry is the link before the first stage. Links at
+    both ends of the chain transfer nothing."""
     most: Bottlenecks = NO_LIMIT
     """Upper limits on the forward and backward times of stages and links."""
 
@@ -147,14 +147,14 @@ class ChainProblem:
 
     @property
     def is_uniform(self) -> bool:
-        """Return True if tables and links do not depend on the number of later stages."""
+        """Return True if all entries of `tables` are equal, and all entries of `links`."""
         return all(variants is self.tables[0] for variants in self.tables) and all(
             link is self.links[0] for link in self.links
         )
 
     @property
     def width(self) -> int:
-        """Number of layers of the longest stage in the tables."""
+        """Number of layers of the longest stage in `tables`."""
         return self.tables[0][0].width
 
     @property

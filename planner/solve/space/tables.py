@@ -1,11 +1,10 @@
 """Tables of the stages that each device can run, with the fastest recomputation that fits.
 
 A stage's memory does not depend on the cuts between other stages. (Under 1F1B, it depends on the number of later
-stages.) A memory limit therefore only decides which stages are allowed, and with which recomputation. The fastest
-recomputation that fits is always optimal, because nothing else in the plan depends on it.
+stages.) So the fastest recomputation that fits is the best one for each stage.
 
-A table has a row for each possible end of a stage (one past its last layer), and `width` columns. The last column is
-for stages that consist of one layer, column 0 for stages of `width` layers. Longer stages are not in the table.
+A table has a row for each possible end of a stage (one past its last layer), and `width` columns. The last column has
+the stages of one layer, column 0 the stages of `width` layers. Longer stages are not in the table.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,11 +30,12 @@ _MOST_ENTRIES, _MOST_BY_LENGTH = 1 << 18, 1 << 15  # of a block of rows, to boun
 class MemoryTable:
     """Peak memory of every stage for each allowed recompute choice, in bytes.
 
-    The peak does not include the reserve of the device. Rows and columns are explained in the module's docstring.
+    The peak does not include the reserve of the device. Entry [end, first - end + width] of a table is for the stage of
+    the layers first..end-1.
     """
 
     totals: dict[int, FloatArray]
-    """Tables of peak memory by index into `CHOICES`; infinite for entries without a stage."""
+    """Tables of peak memory by index into `CHOICES`, shape (layers + 1, width)."""
 
     @classmethod
     def of(cls, costs: ChainCosts, points: PeakPoints, *, width: int, policy: RecomputePolicy) -> "MemoryTable":
@@ -100,13 +100,13 @@ def allowed_choices(policy: RecomputePolicy, micro_batches: int) -> list[int]:
 def fill_stage_tables(
     tables: Sequence[FloatArray], block: Callable[[IntArray, int], Sequence[FloatArray]], *, by_length: bool = False
 ) -> None:
-    """Fill tables of stages, block by block. Entries without a stage keep their value.
+    """Fill tables of stages. Entry [end, first - end + width] is for the stage of the layers first..end-1.
 
     Args:
-        tables: The tables, shape (layers + 1, width).
-        block: Function of ascending first layers `firsts` and a largest end `stop`. It returns for each table the
-            values of the stages that end at firsts[0]+1..stop, in an array of shape (firsts, stop - firsts[0]).
-        by_length: True if `block` returns the values of stages of 1..width layers instead, shape (firsts, width).
+        tables: Tables to fill, shape (layers + 1, width). Entries for which `first` is negative keep their value.
+        block: Function of an ascending array of first layers and of a largest end. It returns an array for each table,
+            with one row per first layer and one column per end. Ends begin one past the smallest first layer.
+        by_length: True if the columns of these arrays are for stages of 1..width layers instead.
     """
     num_layers, width = tables[0].shape[0] - 1, tables[0].shape[1]
     rows = max(1, _MOST_BY_LENGTH // width if by_length else min(_MOST_ENTRIES // (width + 64), 64 + width // 2))
@@ -122,9 +122,9 @@ def fill_stage_tables(
 
 
 def values_at_first_layer(values: FloatArray, width: int) -> FloatArray:
-    """Return the value of the first layer of every stage in a table of `width` columns; infinite without a stage.
+    """Return a table whose entry [end, first - end + width] is `values[first]`; infinite if `first` is negative.
 
-    `values` has a value for each first layer, shape (layers + 1,).
+    The shape is (layers + 1, width). `values` has the shape (layers + 1,).
     """
     padded = np.concatenate([np.full(width, np.inf), values[:-1]])
     windows: FloatArray = np.lib.stride_tricks.sliding_window_view(padded, width)
