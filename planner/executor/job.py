@@ -1,4 +1,4 @@
-"""One process of a job: its plan, device and place in the pipeline, and its process group."""
+"""Settings of one process of a training job, and its process group."""
 
 import os
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ from planner.model.precision import reload_model
 
 @dataclass(frozen=True, kw_only=True)
 class RankJob:
-    """Plan, device and place of one process, known before it communicates with other processes."""
+    """Balance configuration, device, and place in the pipeline of one process."""
 
     balance: Balance
     seed: int
@@ -48,15 +48,13 @@ class RankJob:
 def make_rank_job(
     source: str | Path | Balance, *, seed: int, device: str | None, watch: FailureWatch | None, check_nan: bool = False
 ) -> RankJob:
-    """Return plan, device and place of this process.
-
-    The rank is set by `torchrun` or by an existing process group.
+    """Return the settings of this process, for the rank that `torchrun` or an existing process group sets.
 
     Args:
-        source: Balance configuration, or its path.
+        source: Balance configuration, or the path of its file.
         seed: Seed of the run.
         device: Name of the device to use; None for the device of the plan.
-        watch: FailureWatch of this process; None if other ranks need not be watched.
+        watch: FailureWatch of this process; None if other ranks are not watched.
         check_nan: If true, check that every output and gradient is finite, in addition to the loss.
 
     Raises:

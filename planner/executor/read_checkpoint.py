@@ -33,7 +33,7 @@ class CheckpointState:
     groups: ParameterGroups
     """Parameter groups of the optimizers in all files that this rank opened."""
     state: Mapping[str, Any]
-    """Other state: random states, step, loader, and further objects of the script."""
+    """Other state: random states, step, loader, and other objects of the script."""
     is_same_plan: bool
 
 
@@ -87,13 +87,7 @@ def read_checkpoint(source: Path, pipeline: Pipeline, optimizer: OptimizerState)
 
 
 def _check_equal_on_all_ranks(stored: StoredCheckpoint) -> None:
-    """Check that the script's further objects had equal states on all ranks whose files are open.
-
-    All ranks together open every file.
-
-    Raises:
-        UsageError: The state of an object differs between two ranks, so a rank of another plan cannot restore it.
-    """
+    """Raise a `UsageError` if the state of an object of the script differs between the open files of the checkpoint."""
     first: Mapping[str, Any] = stored.file(0).state_part("others")
     for rank, file in stored.opened.items():
         others = file.state_part("others")

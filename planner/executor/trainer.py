@@ -54,23 +54,19 @@ class Trainer:
         is_float16 = autocast_dtype(job.balance.dtype) == torch.float16
         self._loss_scale = LossScale(self._parameters.values(), job.device) if is_float16 else None
         self.step_index = 0
-        """Number of steps since training began, before any resume; it determines the random draws of the next step."""
+        """Number of steps since training began, including the steps before a resume."""
         self.skipped = False
         """True if the last step changed no parameters, because gradients overflowed in float16 (`fp16-mixed`)."""
         self.losses: list[float] = []
         """Loss of every step of this process."""
         self.samples: list[int] = []
-        """Samples of every step, over all replicas: a mini-batch may be smaller than planned."""
+        """Number of samples of every step, over all replicas."""
         self._optimizers: list[ref[torch.optim.Optimizer]] = []
         self._hook = StepCallback(on_step, job.seed) if on_step is not None and job.place.rank == 0 else None
 
     @contextmanager
     def step(self, batches: Iterable[tuple[Any, Any]]) -> Iterator[float]:
-        """Run the forwards and backwards of one step, then the block of `with`, which must run the optimizer's step.
-
-        The mini-batches of the step count as one.
-
-        See `Pipeline.accumulate`.
+        """Run the forwards and backwards of one step, and yield its loss to a `with` block; see `Pipeline.accumulate`.
 
         Raises:
             UsageError: A mini-batch is larger than planned.
@@ -96,7 +92,7 @@ class Trainer:
         """Include the optimizer in the records of steps, as long as it exists.
 
         Returns:
-            Functions to call before and after each of its steps.
+            Functions to call before and after each step of the optimizer.
         """
         held = ref(optimizer)
         self._optimizers.append(held)
@@ -200,10 +196,7 @@ class Trainer:
         return loss_weights_of_parts(parts, counts, total)
 
     def _check_frozen_parameters(self) -> None:
-        """Raise an error if the script unfreezes a parameter that `build_model` freezes.
-
-        The plan has no memory for the gradient of such a parameter.
-        """
+        """Raise an error if the script unfreezes a parameter that `build_model` freezes."""
         name = next((name for name in self._frozen if self._parameters[name].requires_grad), None)
         if name is not None:
             raise UsageError(
@@ -214,7 +207,7 @@ class Trainer:
             )
 
     def _norms(self) -> AbstractContextManager[None]:
-        """Return a context manager in which `clip_grad_norm_` raises if its norm lacks gradients of other ranks."""
+        """Return a context manager that refuses `clip_grad_norm_` if the norm lacks gradients of other ranks."""
         if self._job.place.num_devices == 1:
             return nullcontext()
         stages = self._job.balance.stages
@@ -222,10 +215,8 @@ class Trainer:
         return refuse_norm_of_own_gradients(self._parameters, layers)
 
     def _make_engine(self, part: MiniBatchPart) -> None:
-        """Make the engine for a part of the mini-batch, before this rank sends anything.
-
-        If a layer cannot be trained with so small micro-batches, every rank raises the error here, and none waits.
-        """
+        """Make the engine for a part of the mini-batch, before this rank sends anything."""
+        # If a layer cannot be trained with so small micro-batches, every rank raises the error here, and none waits.
         try:
             self._assembly.engine(part.micro_batches, part.micro_batch_size)
         except ModelError as error:
@@ -237,13 +228,11 @@ class Trainer:
     def _compute(self, agreed: Sequence[tuple[MiniBatchPart, int, list[float]]]) -> float:
         """Compute the gradients of a step, and return its loss.
 
-        The losses of micro-batches are released before this method returns, because the optimizer needs the memory.
-
         Args:
             agreed: For each part of the mini-batch: the part, the index of its first micro-batch in the step, and the
                 weights of its micro-batches' losses.
         """
-        losses, loss = self._forward_backward(agreed)
+        losses, loss = self._forward_backward(agreed)  # locals, because the optimizer needs the memory of the losses
         self._sum_gradients()
         return self._sum_loss(losses, loss, sum(part.num_samples for part, *_ in agreed))
 

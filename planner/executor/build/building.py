@@ -39,13 +39,10 @@ class StageRange(NamedTuple):
     first: int
     end: int
     apart: bool = False
-    """True if each layer must be a separate module."""
+    """True if `layers_of` must return every layer as a separate module."""
 
     def layers_of(self, chain: Chain) -> tuple[Layer, ...]:
-        """Return the layers of this stage.
-
-        The layers of a model that is not a plain `nn.Sequential` form one module, unless `apart` is true.
-        """
+        """Return the layers of this stage, in one module if the model is not a plain `nn.Sequential`."""
         if chain.outline is None or self.apart:
             return chain.layers[self.first : self.end]
         return (Layer(chain.names[self.first], chain.stage(self.first, self.end)),)
@@ -82,7 +79,7 @@ def build_structure(loaded: LoadedModel) -> Chain:
 
 
 def check_buildable(loaded: LoadedModel) -> None:
-    """Check that ranks can start: that the model's structure and the shapes at boundaries can be found.
+    """Check that the structure of the model and the shapes at its boundaries can be found.
 
     Raises:
         ModelError: The structure or the shapes cannot be found.
@@ -125,8 +122,7 @@ def build_stages(
 ) -> list[tuple[Layer, ...]]:
     """Build the layers of some stages, with the same initial values as in the whole model.
 
-    Parameters of other layers take no memory. A parameter that several of these stages share is one tensor. If the
-    model's construction reads values, the whole model is built, and other layers are released afterwards.
+    A parameter that several of these stages share is one tensor. Other layers take no memory afterwards.
 
     Args:
         loaded: Loaded model file.
@@ -228,13 +224,11 @@ def _moved_or_placeholder(tensor: Tensor, available_ids: set[int], device: torch
 
 
 def _instances_for_stages(model: nn.Module, chain: Chain, count: int) -> list[nn.Module]:
-    """Return one instance of the model for each stage. Instances share all tensors that no forward changes.
-
-    Every stage runs the code of `forward` that is outside submodules. If stages shared the state that this code
-    changes, each micro-batch would change it several times.
-    """
+    """Return one instance of the model for each stage. Instances share all tensors that no forward changes."""
     if chain.outline is None:
         return [model] * count
+    # Every stage runs the code of `forward` that is outside submodules. If stages shared the state that this code
+    # changes, each micro-batch would change it several times.
     changed = {state.name for state in chain.outline.recording.states}
     own = {id(tensor) for name, tensor in named_tensors(model) if name in changed and not tensor.requires_grad}
     tensors = [tensor for tensor in _reachable_tensors([model]) if id(tensor) not in own or isinstance(tensor, Ghost)]

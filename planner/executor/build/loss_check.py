@@ -1,14 +1,11 @@
 """Check that the losses of micro-batches add up to the loss of their mini-batch.
 
 A pipeline computes the weighted mean of the losses of its micro-batches. This mean equals the loss of the mini-batch
-only if the loss is a mean. The check runs the unpartitioned model on each half of a few samples, and twice on all of
-them, to detect a random loss. The model is in evaluation mode, because dropout and batch normalization would make the
-results differ. The losses answer two questions:
+only if the loss is a mean. The check compares the loss of a few samples with the losses of their two halves. The model
+is in evaluation mode, because dropout and batch normalization would make the losses differ.
 
-- Is the loss of all samples the weighted mean of the halves' losses, with the weights that training uses?
-- If a model computes its own loss from labels among its inputs: over which of the labels does it average?
-
-For the second question, the check masks some labels, so that the weights of the two halves show which labels count.
+Some models compute their own loss from labels among the inputs. For these models, the check masks some labels to find
+over which labels the loss averages.
 """
 
 import copy
@@ -40,30 +37,30 @@ from planner.model.operators import OperatorWatch
 from planner.model.seeding import seed_process, seeded_draws
 from planner.model.variables import undo_variable_changes
 
+# Half of two samples is one sample. Some models drop the dimension of one sample (`squeeze`), so 2 is the last choice.
 _SAMPLES: Final = (4, 2)
-"""Numbers of samples to try, in order. Two samples are the last choice, because then each half has one sample, and some
-models drop its dimension (`squeeze`)."""
+"""Numbers of samples to try, in order."""
 
 _MOST_BYTES: Final = 1_350_000_000
 """Upper bound on the bytes of parameters and outputs of a model that is run for this check."""
 
 _OUTPUT_COPIES: Final = 4
-"""Number of times that a loss stores its input: a converted copy, its logarithms, and one transient copy."""
+"""Number of copies of the model's output in memory while the loss is computed."""
 
 _MOST_S: Final = 3.0
 """Upper bound on the seconds of the first forward; the losses of slower models are not compared."""
 
 _LEAST_LOSS: Final = 1e-2
-"""Smaller losses are compared as if they had this size: the mean of a normalized output is a rounding error."""
+"""Smaller losses are compared as if they had this size."""
 
 _UNSEEN: Final = 1e-3
 """Fraction of the difference between the halves' losses that counts as a rounding error."""
 
 _LEAST_LABELS: Final = 4
-"""Smallest number of labels per sample with which all counting rules give different weights (`_mask_labels`)."""
+"""Smallest number of labels per sample that `_mask_labels` can mask."""
 
 _NOT_IN_GRAPH: Final = "appears to not have been used in the graph"
-"""Part of torch's error for a derivative by a tensor from which a result was not computed."""
+"""Part of torch's error message for a derivative by a tensor that the result does not depend on."""
 
 _LABELS: Final[Mapping[CountedLabels, str]] = {
     "all": "labels that are not -100",
@@ -85,7 +82,7 @@ class CheckedLoss(NamedTuple):
 
 
 class _LossesOfHalves(NamedTuple):
-    """Losses of a few samples and of their halves, which the check compares."""
+    """Loss of a few samples, and the losses of the two halves of these samples."""
 
     whole: float
     first: float
@@ -105,7 +102,7 @@ class _LossesOfHalves(NamedTuple):
 def check_loss(loaded: LoadedModel) -> CheckedLoss:
     """Find the weights of micro-batch losses, and check that their weighted mean is the loss of the mini-batch.
 
-    The model is built once, and runs on the CPU or on the device where `build_model` puts it.
+    The model runs on the CPU, or on the device where `build_model` puts it.
 
     Returns:
         The model with its `counted_labels`, and notes and warnings for the user. If the loss of the mini-batch is not
@@ -206,11 +203,8 @@ def _output_of(model: nn.Module, batch: Batch) -> tuple[Any, Any]:
 
 
 def _fresh_loss(loaded: LoadedModel) -> Any:
-    """Return the model's loss function. For the default loss of gpipe-plan, return a new instance.
-
-    An instance chooses a formula for the first output that it gets, and keeps it. Outputs in evaluation mode may need
-    another formula than those in training.
-    """
+    # The default loss chooses a formula for its first output, and keeps it. Outputs in evaluation mode may need another
+    # formula than outputs in training, so copy the default loss.
     return copy.copy(loaded.loss_fn) if loaded.loss_fn is loaded.default_loss else loaded.loss_fn
 
 
@@ -223,6 +217,7 @@ def _compare_halves(loaded: LoadedModel, model: nn.Module, batch: Batch) -> Chec
     halves = first, second
     losses = _losses_of_halves(loaded, model, masked, halves)
     if losses is None:
+        # Models that ignore another label than -100 may fail with masked labels.
         return _check_without_masks(loaded, model, batch) if is_counted else CheckedLoss(loaded, (), ())
     if not is_counted:
         counts = (1.0, 1.0)
@@ -239,10 +234,6 @@ def _compare_halves(loaded: LoadedModel, model: nn.Module, batch: Batch) -> Chec
 
 
 def _check_without_masks(loaded: LoadedModel, model: nn.Module, batch: Batch) -> CheckedLoss:
-    """Check that the loss is a mean over the assumed labels, without masking any label.
-
-    A model that ignores another label than -100 may fail if labels are masked by -100.
-    """
     assumed = _assume_counting_rule(loaded, model, batch)
     first, second = (Batch(*half) for half in micro_batches_of(tuple(batch), 2))
     losses = _losses_of_halves(loaded, model, batch, (first, second))
@@ -287,22 +278,14 @@ def _has_labels(loaded: LoadedModel, batch: Batch) -> bool:
 
 
 def _mask_labels(batch: Batch) -> Batch | None:
-    """Mask labels, so that the weight of the batch's first half depends on how labels are counted.
-
-    The weight of the first half is:
-
-    - 1/2 if samples are counted,
-    - 2/5 if labels that are not -100 are counted, and
-    - 1/4 if the first label of each row is not counted either, as in a language model that shifts labels.
-
-    Returns:
-        The batch with masked labels. It is unchanged if each sample has one label; None if samples have too few labels.
-    """
+    """Return the batch with some labels masked; unchanged if samples have one label, None if they have too few."""
     labels = batch.inputs["labels"].clamp(min=0)
     if labels.ndim < 2:
         return batch
     if labels.shape[-1] < _LEAST_LABELS:
         return None
+    # Each counting rule gives the first half another weight: 1/2 for samples, 2/5 for labels that are not -100, and 1/4
+    # if the first label of each row does not count either (as in a language model that shifts labels).
     kept = torch.full_like(labels, MASKED)
     half = len(labels) // 2
     kept[:half, ..., :2] = labels[:half, ..., :2]

@@ -5,11 +5,9 @@
          ├─ the reference     trains the model as the user wrote it (`planner.model.reference`), writes its states
          └─ ranks 0, 1, …     train the same steps as the stages of a pipeline, and compare (`stages`)
 
-A cut is a boundary between two layers at which a stage may end. The check compares several cuts at once, as the
-boundaries between the stages of one pipeline. If a rank differs from the reference, the cuts of its pipeline are tried
-one by one. A cut at which a stage still differs is wrong. This cut and all equivalent cuts (between equal layers) are
-removed, and the check starts again. If a pipeline differs only with recomputation, the check reports the difference,
-and keeps the cuts.
+Each pipeline has several cuts. If a rank differs from the reference, the check tries each cut of its pipeline alone. It
+removes wrong cuts, and all cuts between equal layers, and starts again. If a pipeline differs only with recomputation,
+the check reports the difference and keeps the cuts.
 """
 
 import shutil
@@ -52,7 +50,7 @@ from planner.model.reference_state import ReferenceState
 from planner.model.seeding import seed_process
 
 _MOST_ATTEMPTS = 4
-"""Number of attempts in `_first_successful_attempt`. Each needs a new process that trains the reference."""
+"""Number of attempts in `_first_successful_attempt`."""
 
 
 class EquivalenceResult(NamedTuple):
@@ -65,10 +63,10 @@ class EquivalenceResult(NamedTuple):
     warnings: tuple[str, ...]
     """Cuts that were removed, and why."""
     is_failure: bool = False
-    """True if an error prevented the comparison. Too little time or memory for the comparison is no error."""
+    """True if an error prevented the comparison. Lack of time or memory is no error."""
 
     def raise_if_failed(self) -> None:
-        """Raise an error if the comparison failed (`is_failure`). A difference from the model is no such error.
+        """Raise an error if `is_failure` is true.
 
         Raises:
             ModelError: An error prevented the comparison.
@@ -143,12 +141,7 @@ def check_equivalence(
 
 
 def _check_builds(request: CheckRequest) -> None:
-    """Refuse a model that `build_model` builds differently when it is called again.
-
-    Raises:
-        ModelError: The second model contains modules of the first model, or a number in an attribute of the second
-            model differs from that in the first model.
-    """
+    """Raise a `ModelError` if a second call of `build_model` returns another model."""
     try:
         difference = run_in_child(lambda: _difference_of_builds(request.loaded), limit_s=request.time_limit_s)
     except ChildError:  # the model cannot be built without values, so the cause stays unknown
@@ -179,9 +172,7 @@ def _difference_of_builds(loaded: LoadedModel) -> str:
 
 
 def reference_losses(loaded: LoadedModel, *, micro_batches: int, micro_batch_size: int, limit_s: float) -> list[float]:
-    """Train the unpartitioned model for two steps in a plain loop.
-
-    The training runs in a separate process.
+    """Train the unpartitioned model for two steps in a plain loop, in a separate process.
 
     Args:
         loaded: Loaded model file.

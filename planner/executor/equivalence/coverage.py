@@ -16,13 +16,10 @@ from planner.model.stage import ModelStage
 
 @dataclass(frozen=True, kw_only=True)
 class EquivalentCuts:
-    """Classes of equivalent cuts of a chain.
-
-    A cut is given as the index of the layer after it.
-    """
+    """Classes of equivalent cuts of a chain. A cut is the index of the layer after it."""
 
     classes: tuple[tuple[int, ...], ...]
-    """Equivalent cuts, the representative first."""
+    """Cuts of each class. The equivalence check compares the first cut of a class."""
     keys: tuple[Hashable, ...]
     """Key of each layer, made of its operators and input tensors. Equal layers have equal keys."""
 
@@ -37,7 +34,7 @@ class EquivalentCuts:
 
 
 def find_equivalent_cuts(chain: Chain, shapes: ChainShapes, digests: Sequence[str]) -> EquivalentCuts:
-    """Return the classes of equivalent cuts of a chain.
+    """Group the cuts that are between equal layers and at which the tensors have equal shapes.
 
     Args:
         chain: Chain of layers.

@@ -1,4 +1,4 @@
-"""Differences between a stage of a pipeline and the reference, and a test if they exceed rounding errors."""
+"""Differences between a stage of a pipeline and the reference (the model in a plain training loop)."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -15,13 +15,13 @@ LIMIT = 1e-4
 `largest_unexplained_difference`)."""
 
 NUMBER = "the number"
-"""Prefix, in messages, of the names of numbers that modules have as attributes."""
+"""First words of the name of each number that is an attribute of a module."""
 
 _LATE = " in step "
-"""Text between the name of a value and the number of the late step in which it differs."""
+"""Text between the name of a value and the number of the step in which the value differs."""
 
 _WORST = 1e-2
-"""Largest relative difference that may be a rounding error, however much the model amplifies it."""
+"""Largest relative difference of a tensor that an amplified rounding error may cause."""
 
 _PIECE = 2**18
 """Number of tensor elements that are compared at a time."""
@@ -35,18 +35,16 @@ class StageDifferences:
     """Differences between a stage and the reference (the model in a plain training loop)."""
 
     relative: dict[str, float] = field(default_factory=dict)
-    """Largest relative difference of every tensor and number, by its name in messages."""
+    """Largest relative difference of each tensor and number. Keys are their names in messages."""
     own_values: dict[str, str] = field(default_factory=dict)
-    """Digests of the tensors whose initial values differ from the reference's, by name."""
+    """Digests of the tensors whose initial values differ from the reference, by tensor name."""
     late_step: int = 0
-    """Number of the current step, for messages, if the step is one of `ReferenceOptions.late_steps`; else 0.
-
-    Late steps follow after the steps that are always compared."""
+    """Number of the current step if the step is one of `ReferenceOptions.late_steps`; else 0."""
     writes_state: bool = False
     """True if forwards write into parameters, buffers or tensors in attributes."""
 
     def record(self, name: str, ratio: float) -> None:
-        """Record a relative difference of the value `name`. Of several differences, keep the largest."""
+        """Record `ratio`, the relative difference of the value `name`, unless a larger ratio is recorded already."""
         if self.late_step and not ratio <= LIMIT:
             name = f"{name}{_LATE}{self.late_step}"
         self.relative[name] = max(ratio if not math.isnan(ratio) else math.inf, self.relative.get(name, 0.0))
@@ -54,7 +52,7 @@ class StageDifferences:
     def compare_number(self, name: str, value: float, right: float) -> None:
         """Record the relative difference between a number of the stage and the same number of the reference.
 
-        If the numbers are different integers, at least 1 is recorded, because rounding cannot explain the difference.
+        For different integers, the recorded difference is at least 1.
 
         Args:
             name: Name of the number in messages.
@@ -68,14 +66,14 @@ class StageDifferences:
     def compare_tensor(self, name: str, value: Tensor | None, right: Tensor | None, least: float = 0.0) -> None:
         """Record the relative difference between a tensor of the stage and the same tensor of the reference.
 
-        The relative difference is the largest difference of two elements, divided by the larger one of `least` and the
-        largest magnitude in the reference. A missing tensor (None) counts as zeros.
+        The largest difference at any position is divided by the largest magnitude in the reference. A missing tensor
+        (None) counts as zeros.
 
         Args:
             name: Name of the tensor in messages.
             value: Tensor of the stage.
             right: Tensor of the reference.
-            least: Smallest divisor of the relative difference.
+            least: Smallest divisor.
         """
         value, right = (None if t is None else dense_values(t) for t in (value, right))
         if value is None or right is None:
@@ -111,9 +109,10 @@ def compare_update(differences: StageDifferences, name: str, value: Tensor, *, r
 def largest_unexplained_difference(relative: Mapping[str, float], noise: Callable[[], Mapping[str, float]]) -> str:
     """Describe the largest difference that is not a rounding error.
 
-    `relative` has the relative differences by name. A model may amplify rounding errors, so `noise` changes all
-    parameters by a rounding error, and returns the relative changes of the compared values. This takes long, so it is
-    called only if needed.
+    Args:
+        relative: Relative differences of the compared values, by name.
+        noise: Function that changes all parameters by a rounding error, and returns the relative changes of the
+            compared values.
 
     Returns:
         One line of text; empty if rounding errors explain all differences.
@@ -168,12 +167,8 @@ def rounding_perturbation(precision: Precision, seed: int) -> Callable[[nn.Modul
 
 
 def largest_difference(value: Tensor, right: Tensor) -> float:
-    """Return the largest absolute difference between elements of two tensors. NaN equals only NaN.
-
-    The tensors have equal shapes. They are compared in pieces, because a tensor of all differences would need too much
-    memory.
-    """
-    most = 0.0
+    """Return the largest absolute difference between two tensors of equal shape. NaN equals only NaN."""
+    most = 0.0  # the tensors are compared in pieces, because a tensor of all differences would need too much memory
     pieces = zip(value.detach().reshape(-1).split(_PIECE), right.detach().reshape(-1).split(_PIECE), strict=True)
     for one, other in pieces:
         is_exact = one.is_floating_point() or one.is_complex()

@@ -1,7 +1,7 @@
-"""Run functions in separate processes, forked from this one, with one thread each.
+"""Run functions in forked processes, with one thread each and a time limit.
 
-A forked process inherits all imported modules. Its changes to parameters, module-level variables and random generators
-do not affect its parent process. Its output is discarded, and it is ended after a time limit.
+Changes of parameters, module-level variables and random generators do not affect the parent process. A forked process
+prints nothing.
 """
 
 import contextlib
@@ -28,10 +28,10 @@ with FakeTensorMode():
     torch.empty(0)
 
 
+# Less than `planner.device.machine.LARGE_BYTES`, the largest size that glibc accepts, so that activations and pieces of
+# a comparison are returned as well. With 4 MiB, glibc 2.36 left 180 MB of holes between aligned blocks.
 _RETURNED_BYTES = 2**18
-"""Size of the smallest freed blocks that are returned to the system. It is below `planner.device.machine.LARGE_BYTES`,
-the largest size that glibc accepts, so that activations and pieces of a comparison are returned as well. With 4 MiB,
-glibc 2.36 left holes between aligned blocks, which took 180 MB of a process."""
+"""Size of the smallest freed blocks of memory that are returned to the system."""
 
 
 def return_freed_blocks_to_system() -> None:
@@ -49,8 +49,7 @@ class ChildError(Exception):
         message: Error that the process raised, in one line, or the signal that ended the process.
         hint: Advice for the user; may be empty.
         is_user_error: True if the process raised a `ModelError`, whose message says what is wrong with the model.
-        is_unexpected_error: True if the process raised an error that is not a `PlannerError`. Lack of memory does not
-            count.
+        is_unexpected_error: True if the process raised an error other than a `PlannerError` or lack of memory.
     """
 
     def __init__(
@@ -85,7 +84,7 @@ class ChildProcess:
         """True if the result of the process has been received."""
 
     def result(self, progress: Callable[[str], None] = lambda _text: None) -> Any:
-        """Wait for the result of the process, and return it. Call `progress` with each earlier progress message.
+        """Wait for the result of the process and return it. Until then, call `progress` with each progress message.
 
         Raises:
             ChildError: The process raised an error, or ended without a result.
@@ -103,7 +102,7 @@ class ChildProcess:
         return value
 
     def end(self) -> None:
-        """End the process. A process continues to exist after it has sent its result, until this call."""
+        """End the process, which does not exit by itself after it has sent its result."""
         if self._is_over:
             return
         self._is_over = True
@@ -153,7 +152,7 @@ def _child_error_arguments(error: BaseException) -> dict[str, Any]:
 
 
 def run_and_exit(work: Callable[[Connection], Any], connection: Connection, limit_s: float) -> NoReturn:
-    """Run `work(connection)` in this process, send its result or its error, and exit when the other side closes.
+    """Run `work(connection)` in this process, send its result or error to the parent process, and exit.
 
     Args:
         work: Function to run.

@@ -35,11 +35,11 @@ def check_without_gpu(
     progress: Callable[[str], None] = lambda _text: None,
     **options: Any,
 ) -> EquivalenceResult:
-    """Compare the stages of a model with a plain training loop. If a GPU is visible, use a new process.
+    """Compare the stages of a model with a plain training loop, in a new process if a GPU is visible.
 
     Args:
         loaded: The model.
-        load: Function that loads the same model again. It and its arguments are sent to the new process.
+        load: Function that loads the same model again, in the new process.
         progress: Function that is called with a text about the current activity.
         options: Other arguments of `check_equivalence`.
 
@@ -63,7 +63,7 @@ def check_without_gpu(
 
 
 class _NewProcess(ChildProcess):
-    """Python process without accelerators. It receives and runs one check."""
+    """Python process without accelerators, for one equivalence check."""
 
     def __init__(self) -> None:
         self.connection, theirs = Pipe()
@@ -77,10 +77,10 @@ class _NewProcess(ChildProcess):
         self._is_over = self.is_done = False
 
     def send(self, request: Any) -> None:
-        """Send a function and its arguments.
+        """Send `request` to the process.
 
         Raises:
-            ModelError: An object, such as a function within a function, cannot be sent.
+            ModelError: `request` cannot be sent, for example because it has a function within a function.
         """
         sent = io.BytesIO()
         try:
@@ -92,7 +92,7 @@ class _NewProcess(ChildProcess):
 
 
 def main() -> None:
-    """Receive a check over the connection whose file descriptor is the first argument, run it, and send its result."""
+    """Run the equivalence check for the parent process. The only argument is the file descriptor of the connection."""
     run_and_exit(_check, Connection(int(sys.argv[1])), _LONGEST_S)
 
 

@@ -1,12 +1,9 @@
-"""Repeat forwards of stages without training, to check that the model's code always takes the same path.
+"""Repeat forwards of stages, to find code of the model that does something else in later steps.
 
-The comparison with the reference trains for two steps. If the model's code takes another path in a later step (a
-curriculum, or a loop whose length depends on the data), a run would fail at that step. Stages that run parts of the
-model's `forward` detect another path, and raise an error. Three other kinds of code are refused as well: code whose
-later forwards train other parameters, return other shapes, or change a module-level value that another layer reads.
+Examples are a curriculum, and a loop whose length depends on the data.
 
-Code that computes something else under `torch.no_grad` must not be recomputed: the first forward of a recomputed layer
-runs without gradients. The comparison with the reference may miss such code, so it is looked for here as well.
+Forwards without gradients are also compared, because the first forward of a recomputed layer runs under
+`torch.no_grad`.
 """
 
 import time
@@ -39,7 +36,7 @@ _DEVICE = torch.device("cpu")
 
 _FORWARDS = 64
 _LIMIT_S = 1.0
-"""Time limit in seconds of CPU time, so that other processes do not reduce the number of forwards."""
+"""Time limit in seconds of CPU time."""
 _LIMIT = 1e-4
 """Largest relative difference of a loss that can be a rounding error."""
 _MOST_STAGES = 4
@@ -49,9 +46,7 @@ _MOST_PARAMETERS = 20_000_000
 
 
 def check_repeated_forwards(loaded: LoadedModel, chain: Chain, *, limit_s: float) -> str:
-    """Check, in a separate process, that repeated forwards of all layers take the same path through the code.
-
-    Also check whether the loss is the same in a forward without gradients: the first forward of a recomputed stage.
+    """Check that all forwards take the same path through the code of the layers, and compare losses without gradients.
 
     Args:
         loaded: Loaded model file.
@@ -59,7 +54,7 @@ def check_repeated_forwards(loaded: LoadedModel, chain: Chain, *, limit_s: float
         limit_s: Seconds after which the process is ended.
 
     Returns:
-        Description of the difference of the loss without gradients; empty if there is none.
+        Text about a difference between the losses with and without gradients; empty if there is none.
 
     Raises:
         ChildError: A forward took another path than the first one, or a layer needs values that only other stages have.
@@ -116,10 +111,7 @@ class _RepeatedForwards:
         return differs
 
     def _refuse_numbers(self) -> None:
-        """Refuse a layer that reads Python numbers from tensors and returns a number.
-
-        The number may change with the data, but the next stages would always use the first value.
-        """
+        """Refuse a layer that reads numbers from tensors and returns a Python number."""
         value = self._loaded.example_batch(_SAMPLES).inputs
         scalar = torch.Tag.data_dependent_output
         for module in self._modules[:-1]:
@@ -167,12 +159,12 @@ class _RepeatedForwards:
 
 @dataclass
 class _ForwardObservations:
-    """Observations of one forward, which are compared with those of the first forward."""
+    """Observations of one forward, for the comparison with the first forward."""
 
     trained: list[bool] = field(default_factory=list)
-    """True for each parameter, and for each output of a stage, that requires a gradient."""
+    """Flag `requires_grad` of each parameter, and of each output of a stage."""
     shapes: list[str] = field(default_factory=list)
-    """Description of the shapes and types of the values that each layer, or stage, returned."""
+    """Text about the shapes and types that each layer returned."""
     loss: Tensor = field(default_factory=lambda: torch.zeros(()))
 
 
@@ -181,7 +173,7 @@ def _ignore(_index: int, _forward: int) -> None:
 
 
 class _SharedValues:
-    """Module-level values of the user's files. In a plain loop, all layers share these values; stages do not."""
+    """Values of module-level variables in the user's Python files."""
 
     def __init__(self, loaded: LoadedModel, model: nn.Module, modules: Sequence[nn.Module]) -> None:
         self._find = partial(numbers_in_user_files, model, loaded.loss_fn)
@@ -190,12 +182,10 @@ class _SharedValues:
         self._at_start = self._values = self._find()
 
     def check(self, index: int, forward: int) -> None:
-        """Refuse a layer that changed a value which another layer reads.
-
-        Layer `index` has just run in forward `forward`. The first forward may change values, to fill a cache.
-        """
+        """Raise an error if layer `index` changed a value that another layer reads, except in forward 0."""
         before, self._values = self._values, self._find()
         after = without_leftover_tensors(self._values, self._at_start)
+        # Forward 0 may change values, to fill a cache.
         for name in (name for name, value in after.items() if forward and value != before.get(name)):
             file, _, variable = name.removesuffix(TENSOR).rpartition(":")
             used = f"{file}:{variable.partition('.')[0]}"
@@ -214,10 +204,7 @@ def _describe_output(value: Any) -> str:
 
 
 def _gradient_flags(module: nn.Module, value: Any) -> list[bool]:
-    """Return `requires_grad` of each output of a stage; an empty list for a layer of a Sequential.
-
-    A layer of a Sequential may be skipped at random, which changes the flags.
-    """
+    # A layer of a Sequential may be skipped at random, which changes the flags.
     return [tensor.requires_grad for tensor in tensors_in(value)] if isinstance(module, ModelStage) else []
 
 

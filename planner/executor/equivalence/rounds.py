@@ -43,16 +43,12 @@ _IN_PLACE_HINT = (
     "a new tensor instead"
 )
 
-_DRAWS = 2
-"""Number of random changes of parameters by which the amplification of rounding errors is measured. One is not enough,
-because a change may or may not flip a ReLU."""
+_DRAWS = 2  # one is not enough, because a change may or may not flip a ReLU
+"""Number of random changes of parameters that measure the amplification of rounding errors."""
 
 
 class CutProblem(NamedTuple):
-    """Problem with a cut, as a text, and a hint for the user. Both are empty if the cut has no problem.
-
-    The text is the error of a stage, or says how training the stages differs from training the unpartitioned model.
-    """
+    """Problem with a cut, as a text, and a hint for the user. Both are empty if the cut has no problem."""
 
     text: str = ""
     hint: str = ""
@@ -71,9 +67,9 @@ class RoundResult:
     wrong: Mapping[str, CutProblem] = field(default_factory=dict)
     """Problem of each cut that failed, by the name of the layer before the cut."""
     is_failure: bool = False
-    """True if an error prevented the comparison. Too little time or memory for the comparison is no error."""
+    """True if an error prevented the comparison. Lack of time or memory is no error."""
     random: str = ""
-    """Difference between two references, if every cut failed and the plain loop trains differently each time."""
+    """Difference between two runs of the plain training loop, if all cuts failed; else empty."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,9 +79,9 @@ class EquivalenceRound:
     request: CheckRequest
     subject: CheckedModel
     folder: Path
-    """Folder of the reference's states."""
+    """Folder in which the reference writes its states."""
     child: ChildProcess
-    """Process of the reference, which waits for the options of its training."""
+    """Process that trains the reference when `compare` is called."""
     progress: Callable[[str], None]
     """Function that is called with a text about the current activity."""
 
@@ -126,16 +122,12 @@ class EquivalenceRound:
         return RoundResult(proof=proof, num_cuts=num_cuts, wrong=named, random=random)
 
     def _difference_of_references(self) -> str:
-        """Train the reference again, and describe how the second training differs from the first.
-
-        The text is empty if there is no difference. It is also empty if the initial values differ, because the two
-        trainings then cannot be compared.
-        """
+        """Train the reference again, and describe how the second training differs from the first."""
         folder = self._train_another_reference(self.subject.options, None)
         begun, right = (ReferenceState.load(each / "initial").tensors for each in (folder, self.folder))
         pairs = [(tensor, right[name]) for name, tensor in begun.items()]
         if any(one is not None and other is not None and not torch.equal(one, other) for one, other in pairs):
-            return ""
+            return ""  # trainings with different initial values cannot be compared
         again, first = (ReferenceState.load(each / "gradients-0") for each in (folder, self.folder))
         # Ignore numbers: the forwards that found the layers may have changed them in this process.
         relative = {
@@ -188,7 +180,7 @@ class EquivalenceRound:
         """Train a pipeline with these cuts, and compare it with the reference.
 
         Returns:
-            Differences of each rank, and what is wrong with the cuts: an empty problem if rounding errors explain all
+            Differences of each rank, and the problem with the cuts. The problem is empty if rounding errors explain all
             differences.
         """
         trial = PipelineTrial(
@@ -249,13 +241,9 @@ class EquivalenceRound:
         return [by_rank[rank] for rank in range(len(children))]
 
     def _rounding_noise(self) -> Mapping[str, float]:
-        """Return the relative changes of gradients, buffers and loss if parameters change by a rounding error.
-
-        For each step, the training is repeated with parameters that are changed before this step. The largest changes
-        count. The first step is not enough: if the last layer is initialized with zeros, earlier layers have no
-        gradients in this step.
-        """
+        """Return the largest relative changes of gradients, buffers and loss after rounding errors in parameters."""
         noise: dict[str, float] = {}
+        # The first step is not enough: if the last layer is initialized with zeros, earlier layers get no gradients.
         for steps in range(1, self.subject.options.steps + 1):
             right = ReferenceState.load(self.folder / f"gradients-{steps - 1}")
             for seed in range(_DRAWS):
@@ -288,7 +276,7 @@ def _wait_for_reference(child: ChildProcess) -> None:
 
 
 class _GroupResult(NamedTuple):
-    """Differences between the reference and one pipeline, whose stage boundaries are a group of cuts."""
+    """Result of the comparison of one pipeline, which has several cuts, with the reference."""
 
     differences: Sequence[StageDifferences]
     """Differences of each rank."""

@@ -1,4 +1,4 @@
-"""Train one rank of a pipeline for as many steps as the reference, and compare their states after each step.
+"""Train one rank of a pipeline, and compare it with the reference (the model in a plain training loop).
 
 Each step is compared in two phases:
 
@@ -134,14 +134,11 @@ class _RankTraining:
         return ReferenceState.load(self._trial.reference / name)
 
     def _begin_as_reference(self) -> None:
-        """Set parameters and buffers to the reference's initial values, and record which values differed.
-
-        Parameters that were built without values get those of the reference, and share the memory of its file. Other
-        values may differ if an unseeded generator made them. The check accepts the difference, unless copies of one
-        tensor on several ranks also differ from each other.
-        """
+        """Set parameters and buffers to the reference's initial values, and record which values differed."""
         if self._trial.options.lean:
             self._before.use_as_parameters(self._named)
+        # Values may differ if an unseeded generator made them. The check accepts this, unless copies of one tensor on
+        # several ranks also differ from each other.
         for name, tensor in self._held_tensors().items():
             kind = "parameter" if name in self._named else "buffer"
             right = self._before.tensors.get(f"{kind}:{name}")
@@ -172,7 +169,7 @@ class _RankTraining:
         for name, buffer in self._held_tensors().items():
             if f"buffer:{name}" in right.tensors:
                 expected = right.tensors[f"buffer:{name}"]
-                differences.compare_tensor(f'the buffer "{name}"', buffer, expected, _rounding_scale(name, right))
+                differences.compare_tensor(f'the buffer "{name}"', buffer, expected, _least_divisor(name, right))
         self._compare_numbers(right, at_start)
         for name, parameter in self._named.items() if self._trial.options.updates else ():
             gradient = right.tensors.get(f"gradient:{name}")
@@ -245,12 +242,8 @@ class _RankTraining:
         self._before = right
 
 
-def _rounding_scale(name: str, right: ReferenceState) -> float:
-    """Return the smallest divisor for the relative difference of a buffer.
-
-    For the running mean of a batch normalization, this is 1 % of the layer's largest running standard deviation. For
-    other buffers, it is 0.
-    """
+def _least_divisor(name: str, right: ReferenceState) -> float:
+    """Return 1 % of a layer's largest running standard deviation if the buffer is its running mean, else 0."""
     variance = right.tensors.get(f"buffer:{name.removesuffix('running_mean')}running_var")
     return (
         0.0 if not name.endswith("running_mean") or variance is None else 0.01 * math.sqrt(largest_magnitude(variance))

@@ -1,7 +1,4 @@
-"""Choose the model that the equivalence check trains: the user's model, or one with fewer repeated layers.
-
-Two cuts are equivalent if the layers around them are equal. The shorter model has a cut of each class.
-"""
+"""Choose the model that the equivalence check trains: the user's model, or one with fewer repeated layers."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -27,7 +24,7 @@ STEPS = 2
 """Number of training steps that are compared."""
 
 LATE_STEPS = 14
-"""Largest number of late steps: further steps of a small model, for code that does something else after some calls."""
+"""Number of further steps of a small model, for code that does something else after some calls."""
 
 _FEW_PARAMETERS = 5_000_000
 """Number of parameters up to which a model is small."""
@@ -53,7 +50,7 @@ class CheckRequest:
     deadline: float
     """Time on the monotonic clock after which no further comparison begins."""
     cuts: Sequence[int] | None
-    """Cuts to compare. Cut i is between layers i - 1 and i. None: one cut of each class of equivalent cuts."""
+    """Cuts to compare. Cut i is between layers i - 1 and i. If None, one of several equivalent cuts is compared."""
     digests: DigestFunction
 
     @property
@@ -87,7 +84,7 @@ class CheckedModel:
             request: Model, cuts and time limit of the check.
             whole: Chain of the full model.
             size: Number of samples in a micro-batch.
-            lean: If true, build a shortened model without the user's initial values, which takes less time.
+            lean: If true, parameters of a shortened model get random values instead of the user's initial values.
 
         Raises:
             ChildError: The shapes at the boundaries cannot be found.
@@ -119,10 +116,7 @@ class CheckedModel:
 
     @property
     def can_retry_with_user_values(self) -> bool:
-        """True if parameters have random values, although the user's initial values would fit in memory.
-
-        Random values take less time.
-        """
+        """True if parameters have random values, although the user's initial values would fit in memory."""
         return self.options.lean and _bytes_of(self.whole) <= _LEAN_BYTES
 
     def _shortened(self, *, lean: bool) -> "CheckedModel":
@@ -154,10 +148,7 @@ class CheckedModel:
 
     @property
     def compared_cuts(self) -> dict[int, int]:
-        """Cuts to compare, one for each class of equivalent cuts.
-
-        A key is the first cut of a class in the full model. Its value is an equivalent cut in the trained model.
-        """
+        """Cuts of the user's model to compare, each with the equivalent cut of the model that the check trains."""
         if self.chain is self.whole:
             return {cut: cut for cut in self.cut_classes.representatives}
         places = {end: cut for cut, end in enumerate(self.chain.ends, start=1)}
@@ -206,7 +197,7 @@ def _call_at(calls: Sequence[ModuleCall], cut: int) -> LayerStart | None:
 
     Args:
         calls: Module calls in a recorded forward.
-        cut: Cut, as the number of the event in the recording that follows the cut.
+        cut: Index of the first recorded event after the cut.
     """
     for call in calls:
         if call.exit + 1 == cut and call.exit != END:

@@ -1,9 +1,7 @@
 """Exchange of values between all ranks over the job's store.
 
-The first rank collects the values of all ranks, computes a result from them, and returns it to all. A process group
-would open a connection between every two ranks, and end a rank that waits longer than its timeout. With this exchange,
-every rank has only a connection to the store, and waits as long as needed. If a rank fails, the failure watch
-(`executor.watch`) ends the ranks that wait.
+The first rank collects the values of all ranks, computes a result from them, and returns the result to all ranks. A
+rank waits as long as needed, without the timeout of a process group.
 """
 
 import json
@@ -17,7 +15,7 @@ import torch.distributed as dist
 from planner.executor.watch.store import job_store
 
 _LONGEST = timedelta(days=1)
-"""Timeout that is never reached: writing may take long, and the watch finds ranks that make no progress."""
+"""Timeout that is never reached, because the failure watch ends ranks that make no progress."""
 _JOINING = timedelta(minutes=5)
 
 
@@ -66,9 +64,9 @@ class ValueExchange:
         return self.decide(value, lambda values: values[0])
 
     def close(self) -> None:
-        """Wait, on the first rank, until all ranks have read the last result. The store may end with this process."""
+        """Let the first rank wait until all ranks have read the last result."""
         if self._store is not None and self._rank == 0 and self._round:
-            try:
+            try:  # the store may end with this process
                 self._store.wait([f"exchange/{self._round}/done"], _JOINING)
             except dist.DistError:  # a rank has died, which the watch reports
                 return

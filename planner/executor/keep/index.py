@@ -1,4 +1,4 @@
-"""Index of a checkpoint, `checkpoint.json`: the run and plan that wrote it, and the rank file of each tensor."""
+"""Index of a checkpoint (`checkpoint.json`): data about its run, and the file of each tensor."""
 
 import hashlib
 import json
@@ -18,8 +18,8 @@ INDEX: Final = "checkpoint.json"
 _MOST_BYTES: Final = 2**26
 """Largest accepted size of an index, in bytes; an index of 100,000 tensors on 1,000 ranks takes 8 MB."""
 
-PYTHON: Final = ".".join(platform.python_version_tuple()[:2])
-"""Version of Python. Another version may parse the same code differently, which changes the digests of the code."""
+PYTHON: Final = ".".join(platform.python_version_tuple()[:2])  # another version may change the digests of the code
+"""Major and minor version of Python."""
 _COMPUTES: Final = {
     "loss": "the loss function has",
     "layers": "what the layers compute (activations, dropout, their own `forward`) has",
@@ -42,20 +42,14 @@ class CheckpointIndex:
     computation: dict[str, str]
     """Digests of the code of the loss function (`loss`) and of the layers (`layers`)."""
     files: tuple[FileEntry, ...]
-    """Sizes and digests of the rank files, by rank."""
+    """Size and digest of each rank's file."""
     tensors: dict[str, int | str]
-    """For each name in the model's state dict, the rank whose file has the tensor.
-
-    If a tensor is tied, its other names have the first name as value instead of the rank.
-    """
+    """Rank whose file has the tensor, by name in the state dict. Further names of a tied tensor have its first name."""
     digest: str = ""
     """Digest of all other fields, to detect a damaged index."""
 
     def stored_name(self, name: str) -> str:
-        """Return the name under which the tensor `name` is stored.
-
-        A tied tensor has several names in the model, and is stored under the first of them.
-        """
+        """Return the name under which the tensor `name` is stored: for a tied tensor, the first of its names."""
         place = self.tensors[name]
         return name if isinstance(place, int) else place
 
@@ -91,7 +85,7 @@ def read_index(folder: Path) -> CheckpointIndex:
 
 
 def write_index(folder: Path, index: CheckpointIndex) -> None:
-    """Write the index of a checkpoint. Call this function after all rank files have been written."""
+    """Write the index of a checkpoint. All other files of the checkpoint must be complete."""
     with (folder / INDEX).open("w") as file:
         file.write(json.dumps(asdict(replace(index, digest=_digest(index))), indent=1) + "\n")
         file.flush()
@@ -104,9 +98,7 @@ def _digest(index: CheckpointIndex) -> str:
 
 
 def check_rank_files(folder: Path, index: CheckpointIndex) -> None:
-    """Check that all rank files of a checkpoint exist and have the sizes in the index.
-
-    No file is opened.
+    """Check that the file of each rank exists and has the size in the index.
 
     Raises:
         FileError: A file is missing, or has another size.

@@ -1,18 +1,17 @@
-"""State besides the model's tensors and the optimizer's state of each parameter.
+"""State that is neither in tensors of the model nor in the optimizer's state of a parameter.
 
-A checkpoint stores these parts as further objects, like those that the script names:
+A checkpoint stores:
 
-    optimizer       state that belongs to no single parameter, and entries that its own `state_dict` adds
+    optimizer       state that belongs to no single parameter, and further entries of the optimizer's `state_dict`
     extra state     `get_extra_state()` of modules
 
-A checkpoint does not store these parts:
+A checkpoint does not store:
 
-- Python numbers, random generators and tensors in plain attributes, also those that the first forward creates
+- Python numbers, random generators and tensors in plain attributes
 - buffers that are not persistent
 - optimizers within an optimizer
 
-If a part that is not stored changes in training, a resumed run would differ from an uninterrupted run. So a warning
-names the part. A plain loop that saves `state_dict()` loses these parts as well.
+If state that is not stored changes in training, a warning names it, because a resumed run would lose the change.
 """
 
 import dis
@@ -35,14 +34,11 @@ from planner.model.python_state import (
 )
 
 _STORED = ("state", "param_groups", "defaults", "step")
-"""Attributes of an optimizer that a checkpoint stores, and its method `step`, which refers to the optimizer itself."""
+"""Attributes of an optimizer that a checkpoint stores, and the method `step`."""
 
 
 def further_objects(stages: Sequence[StageModule], optimizer: Optimizer) -> dict[str, Any]:
-    """Return further objects that a checkpoint must store, by name.
-
-    Their state belongs neither to the model's tensors nor to the optimizer's state of each parameter.
-    """
+    """Return the objects that a checkpoint must store besides tensors and the state of each parameter, by name."""
     objects: dict[str, Any] = {}
     if not type(optimizer).__module__.startswith("torch.optim"):
         objects["optimizer"] = _OptimizerState(optimizer)
@@ -79,10 +75,7 @@ class _ExtraState:
 
 
 class UnsavedState:
-    """Watch of the state of this rank's modules and optimizer that checkpoints do not contain.
-
-    The state is represented by numbers, such as the sum of a tensor. Create the watch before the first step.
-    """
+    """Detector of changed state that checkpoints do not contain. Create it before the first step."""
 
     def __init__(self, stages: Sequence[StageModule], optimizer: Optimizer) -> None:
         self._modules = {path: m for path, m in _modules_of(stages).items() if not _has_extra_state(m)}
@@ -94,9 +87,9 @@ class UnsavedState:
         self._numbers: dict[str, float] | None = None
 
     def changed(self) -> list[str]:
-        """Return the names of numbers that changed since the previous call; nothing at the first call.
+        """Return the names of attributes and buffers that changed since the previous call; nothing at the first call.
 
-        The first forward may fill caches, so call this method after the first step and after a later step.
+        Call this method first after the first step, which may fill caches.
         """
         every = numbers_in_attributes(self._modules)
         kept = {*self._at_start, *(name for name in every if name.startswith(tuple(self._read)))}
@@ -122,7 +115,7 @@ class UnsavedState:
         fields = {name: value for name, value in own.items() if name not in _STORED}
         for cls in kind.__mro__:
             fields |= {name: held for name, held in vars(cls).items() if is_user_module(cls.__module__)}
-        # The state of an optimizer within this one changes in each step, so it is represented by NaN.
+        # The state of an inner optimizer changes in each step. NaN differs from itself, so it counts as changed.
         inner = {
             f"{kind.__name__}.{name}": math.nan
             for name, value in fields.items()
@@ -132,10 +125,7 @@ class UnsavedState:
 
 
 def _attributes_read_first(cls: type[nn.Module]) -> set[str]:
-    """Return the attributes that `forward` of a user's module reads before it sets them.
-
-    A tensor in such an attribute is state, such as a cache, even if only the first forward creates it.
-    """
+    """Return the attributes that `forward` of a user's module reads before it sets them, such as a cache."""
     if not is_user_module(cls.__module__):
         return set()
     first: dict[Any, str] = {}

@@ -22,22 +22,20 @@ from planner.files.writing import sync_folder
 from planner.model.ghosts import memory_key
 
 _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
-"""Types between which weights are cast, as in torch's `load_state_dict`."""
+"""Dtypes between which weights are cast, as in torch's `load_state_dict`."""
 
+# The description of a tensor takes about 130 bytes, but scripts store other values as well.
 _BYTES_PER_NAME, _BYTES_BESIDE = 2**13, 2**20
-"""Upper bounds on the descriptions of tensors in a `torch.save` file, in bytes: for each tensor, and in addition.
-
-The description of a tensor takes about 130 bytes, but scripts store other values as well.
-"""
+"""Upper bounds on the descriptions in a `torch.save` file, in bytes: for each tensor, and for all other values."""
 
 _NESTED = ("model", "state_dict", "model_state_dict")
 """Keys under which training scripts store the state dict."""
 
 
 def first_names(model: nn.Module) -> dict[str, str]:
-    """Return, for every parameter and persistent buffer of a model, the first name of the same tensor.
+    """Return the first name of each parameter and persistent buffer, by each of its names.
 
-    A tied tensor has several names. Hooks on the state dict, which may rename or leave out tensors, have no effect.
+    A tied tensor has several names. Hooks on the state dict have no effect.
     """
     first: dict[tuple[Any, ...], str] = {}
     return {
@@ -47,7 +45,7 @@ def first_names(model: nn.Module) -> dict[str, str]:
 
 
 def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters and persistent buffers, in the order of the state dict."""
+    """Return the parameters and persistent buffers of a model by name, in the order of the state dict."""
     tensors: dict[str, Tensor] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         buffers = {n: b for n, b in module._buffers.items() if n not in module._non_persistent_buffers_set}
@@ -78,7 +76,7 @@ def load_weights(
 
     Raises:
         FileError: The source cannot be read.
-        UsageError: Names are missing or unexpected, shapes differ, or a dtype cannot be cast; or a new run would start
+        UsageError: Names are missing or unexpected, shapes differ, a dtype cannot be cast, or a new run would start
             with NaN.
     """
     path = source if isinstance(source, str) else source.folder
@@ -114,7 +112,7 @@ def load_weights(
 
 
 def export_weights(folder: str, path: str) -> int:
-    """Write the weights in the checkpoint `folder` as one state dict (`write_weights`). Return the number of names.
+    """Write the weights in the checkpoint `folder` to `path` as one state dict, and return its number of entries.
 
     Raises:
         FileError: The checkpoint is missing or incomplete, or the file cannot be written.
@@ -129,10 +127,7 @@ def export_weights(folder: str, path: str) -> int:
 
 
 def model_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """Return the state dict of a model.
-
-    A tied tensor is the same object under all its names.
-    """
+    """Return the state dict of a model. A tied tensor is the same object under all its names."""
     state = {name: tensor.detach().contiguous() for name, tensor in saved_tensors(model).items()}
     return {name: state[first] for name, first in first_names(model).items()}
 

@@ -1,15 +1,10 @@
 """Cost of the executor on this machine: time per micro-batch and stage, and the link between two processes.
 
-A pipeline of two processes runs layers that compute nothing, and is analyzed like any run (`run_times.py`). A gap
-between two actions of a process is the executor's own time, which includes sending. If the second action receives a
-tensor, the gap is longer by the time of the link. Two message sizes separate latency and bandwidth. Over gloo, a
-transfer keeps the receiving stage busy.
+A pipeline of two processes runs layers that compute nothing, and is analyzed like any run (`run_times.py`). Two message
+sizes separate latency and bandwidth. Over gloo, a transfer keeps the receiving stage busy.
 
 The layers write more memory than the cache holds, as real layers do. Otherwise the executor's data would stay in the
 cache, and the measured time would be several times too short.
-
-If other programs run, the measured times can be ten times too long. They are therefore stored only if each of the two
-processes had a core for itself.
 """
 
 import contextlib
@@ -51,7 +46,7 @@ _SIZES = 1024, 1024 * 1024
 
 
 class MeasuredExecutor(NamedTuple):
-    """Measured cost of the executor, and a flag that is false if other programs disturbed the measurement."""
+    """Measured cost of the executor."""
 
     cost: ExecutorCost
     is_alone: bool
@@ -59,7 +54,7 @@ class MeasuredExecutor(NamedTuple):
 
 
 def executor_cost(cache: Path, *, warn: Callable[[str], None]) -> ExecutorCost:
-    """Return the executor's cost from a cache file, or measure the cost and store it there.
+    """Return the executor's cost from the file `cache`, or measure the cost and store it in this file.
 
     A stored cost is valid for this machine and this version of torch. If other programs run during the measurement, the
     cost is not stored, and `warn` is called with a message.
@@ -108,10 +103,8 @@ def measure_executor() -> MeasuredExecutor:
 
 @contextlib.contextmanager
 def _without_main() -> Iterator[None]:
-    """Prevent processes that are started in the block from running the caller's main file.
-
-    The file may lack an `if __name__ == "__main__"` guard.
-    """
+    """Prevent processes that are started in the block from running the caller's main file."""
+    # The file may lack an `if __name__ == "__main__"` guard.
     main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
     try:
         yield
@@ -140,11 +133,11 @@ def _worker(rank: int, folder: str) -> None:
 
 
 class _Run(NamedTuple):
-    """Recorded steps of one process of the measurement."""
+    """Steps that one of the two processes recorded."""
 
     steps: tuple[RunStep, ...]
     core_share: float
-    """Run time of the process, divided by run time plus time of waiting for a free core; 0 if unknown."""
+    """CPU time of the process, divided by the time in which it could run; 0 if unknown."""
 
 
 def _timed(spans: list[RunSpan], stage: int, kind: Label, work: Callable[[], Any], *, micro_batch: int) -> Any:

@@ -2,7 +2,7 @@
 
 Memory is read in the second step, when the optimizer's state exists. On the CPU, torch's profiler counts every
 allocation from the start of the process to the end of this step (see `planner.device.cpu`). This slows the first two
-steps, so they count as warm-up. Only the last steps are kept, so that recording takes the same memory in long runs.
+steps, so they count as warm-up.
 """
 
 import gc
@@ -65,8 +65,7 @@ class RunRecorder:
             kind: Kind of the action.
             work: Function to run.
             stage: Index of the stage.
-            micro_batch: Index of the micro-batch in the current part of the mini-batch (`run.parts`): a mini-batch
-                that the micro-batch size does not divide has several parts.
+            micro_batch: Index of the micro-batch in the current part of the mini-batch (`run.parts`).
 
         Returns:
             Result of `work`.
@@ -113,14 +112,11 @@ class RunRecorder:
         return typical_action_us([step.spans for step in self.steps if step.number >= WARM_UP_STEPS], kind, stage)
 
     def paused(self) -> AbstractContextManager[None]:
-        """Return a context manager whose block's allocations are not counted. The block must release them."""
+        """Return a context manager for a block whose allocations do not count. The block must release them."""
         return self._memory.paused()
 
     def close(self) -> None:
-        """Stop recording.
-
-        If the run was too short for a memory reading, the peak becomes that of the whole run.
-        """
+        """Stop recording. If memory was not read yet, set `peak` to the peak memory so far."""
         self.peak = self._memory.close() or self.peak
 
     def _record_times(self, kind: RunSpanKind, work: Callable[[], Any], stage: int, micro_batch: int) -> Any:

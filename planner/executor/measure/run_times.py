@@ -1,17 +1,14 @@
 """Attribute the time of a training step to stages and boundaries, from the recorded actions of every process.
 
-Only forwards and backwards are recorded: whole backwards (B), or input-gradient (I) and weight-gradient (W) passes. The
-times of all processes are first converted to one clock. If the input of an action comes from another process, the gap
-before the action is idle time until the sender had the input ready. The rest of the gap is the transfer as the receiver
-saw it, which includes the engine's own time. A gap before an action that receives nothing is the engine's own time.
+If the input of an action comes from another process, the gap before the action is idle time until the sender had the
+input ready. The rest of the gap is the transfer, which includes the executor's overhead. A gap before an action that
+receives nothing is overhead.
 
     sender      | ... action |
     receiver    | action |        | action
                          |--idle--|transfer|
 
-A step is a sum of many such times. Most are short, and a few are several times as long, so a sum of medians would be
-too small. Means are therefore reported. Other programs may have disturbed the slowest steps. The means are therefore
-over the middle half of the steps, sorted by duration.
+Means are over the middle half of the steps, sorted by duration, because other programs may disturb the slowest steps.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -29,10 +26,7 @@ Item = TypeVar("Item")
 
 
 class RunSpan(NamedTuple):
-    """Action of a process, with its begin and end.
-
-    The span of a recomputation is within the span of its backward (B or I).
-    """
+    """Time of an action of a process. A recomputation is within the time of its backward (B or I)."""
 
     kind: RunSpanKind
     stage: int
@@ -84,35 +78,31 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class StepWaits:
-    """Times of one step in which the processes of a pipeline do not compute.
-
-    The times are measured in a window: from the first forward to the last backward of the pipeline. With split
-    backwards, a process may begin a step earlier than others. The window of each process then begins at its first
-    action. All windows have the same length: the longest time that a process takes from first to last action.
-    """
+    """Times of one step in which the processes of a pipeline do not compute."""
 
     window_ns: int
+    """Length of the analyzed period, which is the same for all processes."""
     begins_ns: Mapping[int, int]
-    """Start of each process's window."""
+    """Start of the analyzed period of each process, by rank."""
     idle_ns: Mapping[int, int]
-    """Time that each process waited for tensors that were not ready."""
+    """Time that each process waited for tensors that were not ready, by rank."""
     transfers: tuple[Transfer, ...]
     overhead_ns: tuple[int, ...]
-    """Engine's own time before each action that received nothing."""
+    """Executor's own time before each action that received nothing."""
 
-    def bubble(self, engine_ns: float = 0.0) -> float:
-        """Return the bubble: the fraction of the step in which a process waits, averaged over the processes.
+    def bubble(self, overhead_ns: float = 0.0) -> float:
+        """Return the fraction of the step that processes spend waiting or in transfers.
 
-        Transfers count as waiting, except for `engine_ns` of each transfer, in which the engine works.
+        `overhead_ns`, the executor's own time, is subtracted from each transfer.
         """
         within = (t for t in self.transfers if t.start_ns >= self.begins_ns[t.receiver])
-        moved = sum(max(0.0, t.end_ns - t.start_ns - engine_ns) for t in within)
+        moved = sum(max(0.0, t.end_ns - t.start_ns - overhead_ns) for t in within)
         waited = sum(self.idle_ns.values()) + moved
         return waited / (len(self.idle_ns) * self.window_ns) if self.window_ns else 0.0
 
 
 def find_waits(processes: Mapping[int, Iterable[RunSpan]]) -> StepWaits:
-    """Return idle times, transfers and engine times in one step of a pipeline.
+    """Return idle times, transfers and the executor's overhead in one step of a pipeline.
 
     `processes` has the actions of each process, by rank, on the same clock.
     """
@@ -158,21 +148,18 @@ def find_waits(processes: Mapping[int, Iterable[RunSpan]]) -> StepWaits:
 
 @dataclass(frozen=True, kw_only=True)
 class MeanWaits:
-    """Mean times in which the processes of a pipeline do not compute.
-
-    Means are over the middle half of the steps, sorted by duration.
-    """
+    """Mean times in which the processes of a pipeline do not compute."""
 
     bubble: float
-    """Idle times and transfers, without the engine's own time, as a share of the time of all processes."""
+    """Idle times and transfers, without the executor's overhead, as a share of the time of all processes."""
     overhead_us: float | None
-    """Engine's own time per action; None if every action received a tensor."""
+    """Executor's own time per action; None if unknown."""
     idle_us: Mapping[int, float]
     """Idle time per step, by rank."""
     transfer_us: Mapping[int, float]
     """Time of received transfers per step, by receiving stage."""
     crossing_us: Mapping[tuple[RunSpanKind, int], float]
-    """Time of one transfer, by direction and boundary (the stage before it)."""
+    """Time of one transfer, by direction and by the stage before the boundary."""
 
 
 def mean_waits(processes: Mapping[int, Iterable[RunStep]], *, overlaps: bool) -> MeanWaits | None:
@@ -180,8 +167,7 @@ def mean_waits(processes: Mapping[int, Iterable[RunStep]], *, overlaps: bool) ->
 
     Args:
         processes: Steps of each process, by rank, on the same clock.
-        overlaps: True if transfers overlap with computation. Then only transfers for which a receiver waited count; at
-            a boundary without such transfers, all of its transfers count.
+        overlaps: True if transfers overlap with computation.
 
     Returns:
         The mean times; None if no step was recorded by all processes.
@@ -207,9 +193,7 @@ def mean_waits(processes: Mapping[int, Iterable[RunStep]], *, overlaps: bool) ->
 
 
 def with_waits(report: RunReport, runs: Sequence[ProcessRun], *, overlaps: bool) -> RunReport:
-    """Return a run report with bubble, idle times, transfers and engine time.
-
-    These are means over steps after the warm-up.
+    """Add bubble, idle times, transfers and the executor's overhead to a run report, without the warm-up.
 
     Args:
         report: Report of the run without these times.
@@ -239,13 +223,13 @@ def with_waits(report: RunReport, runs: Sequence[ProcessRun], *, overlaps: bool)
 def typical_action_us(steps: Iterable[Sequence[RunSpan]], kind: RunSpanKind, stage: int) -> float:
     """Return the typical time of an action of one micro-batch on a stage, in microseconds.
 
-    For each micro-batch, the time is the mean over the middle half of the steps, sorted by duration. The median over
-    the micro-batches is returned. I and W together count as one backward. For the kind `recompute`, micro-batches
-    without recomputation count as 0.
+    The time of a micro-batch is the mean over the middle half of the steps, sorted by duration. The typical time is the
+    median over the micro-batches.
 
     Args:
         steps: Actions of each step.
-        kind: Kind of the action.
+        kind: Kind of the action. For `backward`, I and W of a micro-batch are added. For `recompute`, micro-batches
+            without recomputation count as 0.
         stage: Index of the stage.
 
     Returns:
@@ -290,6 +274,7 @@ def _crossings(transfers: Iterable[Transfer], *, overlaps: bool) -> dict[tuple[R
         groups.setdefault((transfer.kind, transfer.boundary), []).append(transfer)
     crossings = {}
     for place, group in groups.items():
+        # If transfers overlap with computation, only the receiver's waiting shows the time of a whole transfer.
         whole = [t for t in group if t.is_waited_for] if overlaps else group
         crossings[place] = fmean(t.end_ns - t.start_ns for t in whole or group) / 1e3
     return crossings
@@ -297,7 +282,7 @@ def _crossings(transfers: Iterable[Transfer], *, overlaps: bool) -> dict[tuple[R
 
 def _process_windows(rows: Mapping[int, Sequence[RunSpan]], *, overlap: bool) -> tuple[dict[int, int], int]:
     spans = [span for row in rows.values() for span in row]
-    if overlap:
+    if overlap:  # with split backwards, a process may begin a step earlier than others
         begins_ns = {rank: row[0].start_ns if row else 0 for rank, row in rows.items()}
         return begins_ns, max(row[-1].end_ns - row[0].start_ns for row in rows.values() if row)
     first_ns = min((span.start_ns for span in spans), default=0)

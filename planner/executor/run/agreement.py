@@ -2,13 +2,11 @@
 
     position 0 -> position 1 -> ... -> position K - 1    phase, step, sizes and checksums of the mini-batches,
                                                          and what the script has done in the steps so far
-    last stages of replicas 0 to R - 1, all-reduce       phase, step, number of items in the loss
+    last stages of replicas 0 to R - 1, all-reduce       phase, step, number of samples or tokens in the loss
 
-K is the number of devices of a pipeline, R the number of replicas. The items of a loss, such as samples or tokens, are
-those over which the loss of the mini-batch is a mean. If ranks run different phases, a transfer between
-them fails, often on a rank without fault, or never ends. Before anything else, a few numbers are therefore sent along
-each pipeline. A rank waits only for the previous rank, for which its first forward would have to wait anyway. Each rank
-compares before it sends, so the first rank that differs reports the difference, and later ranks compute nothing.
+K is the number of devices of a pipeline, R the number of replicas. Between ranks in different phases, a transfer would
+fail, often on a rank without fault, or never end. So each rank first compares a few numbers with the previous rank. The
+first rank that differs reports the difference.
 """
 
 from collections.abc import Sequence
@@ -35,7 +33,7 @@ _DOING: Final[dict[Phase, str]] = {
     "checkpoint": "a checkpoint",
     "end": "the end of the loop",
 }
-"""Name of each phase, for messages about a rank that waits; the order of the keys gives the phases' numbers."""
+"""Name of each phase in messages about a rank that waits."""
 
 _PHASES: Final = tuple(_DOING)
 _NUM_SIZES = 6
@@ -48,7 +46,7 @@ class _BegunPhase(NamedTuple):
     phase: Phase
     step: int
     sizes: tuple[int, ...] = ()
-    """Number of samples in each mini-batch of the step, which may accumulate gradients of several mini-batches."""
+    """Number of samples in each mini-batch of the step."""
     checksums: BatchChecksums = NO_CHECKSUMS
 
     @classmethod
@@ -59,7 +57,7 @@ class _BegunPhase(NamedTuple):
 
     @property
     def without_batch(self) -> "_BegunPhase":
-        """The same phase without what depends on the mini-batch."""
+        """Copy of this phase without sizes and checksums of mini-batches."""
         return self._replace(sizes=(), checksums=NO_CHECKSUMS)
 
     @property
@@ -119,16 +117,14 @@ class PhaseAgreement:
         checksums: BatchChecksums = NO_CHECKSUMS,
         count: float = 0.0,
     ) -> float:
-        """Compare the phase that this rank begins with those of other ranks, and sum the replicas' `count`.
-
-        Every rank must call this method.
+        """Check that all ranks begin the same phase, and sum `count` over the replicas. All ranks must call this.
 
         Args:
             phase: Phase that begins. A second `end` directly after an `end` is ignored.
             step: Number of steps since training began.
             sizes: Number of samples in each mini-batch.
-            checksums: Checksums of the mini-batch, as far as this rank has it.
-            count: On the last stage, number of items, such as samples or tokens, in the loss of this replica.
+            checksums: Checksums of the inputs and targets that this rank has.
+            count: On the last stage, number of samples or tokens in the loss of this replica.
 
         Returns:
             On the last stage, the sum of `count` over all replicas.

@@ -17,9 +17,7 @@ Tensors of stage s and micro-batch m, from the instruction that stores them to t
     _gradients[s, m]     B or I          send                   gradient of the stage's input
     _losses[m]           F               end of step            last stage only
 
-Every device gets the loss of the step. With K devices, each of the last K - 1 stages sends it to the previous stage,
-together with the gradients of its last backward. With split backwards, the loss arrives before the last weight
-passes. A device that is ready early can then begin the next step.
+Every device gets the loss of the step, together with gradients from another device (`_messages_with_loss`).
 
 The planner computes costs from the same instruction lists, so this module has no code for any particular schedule.
 """
@@ -80,9 +78,9 @@ class EngineStage:
     """Tensors for the next stage, or the loss; on the meta device."""
     timer: ActionTimer
     last_backward: Callable[[Mapping[nn.Parameter, int] | None], AbstractContextManager[object]] = nullcontext
-    """Function that returns a context manager for the stage's last backward (B or W) in a step.
+    """Function that returns a context manager for the last backward (B or W) of the stage in a step.
 
-    The function gets, for each parameter, how often autograd adds to the gradient in this backward; None if unknown."""
+    Its argument is how often this backward adds to the gradient of each parameter; None if unknown."""
 
 
 class _StageAction(NamedTuple):
@@ -116,7 +114,7 @@ class Engine:
         ranks: Ranks of the pipeline, in the order of its devices.
         device: Device of the stages.
         schedule: Schedule, which defines the order of forwards and backwards.
-        micro_batches: Number of micro-batches (M). It may be smaller than planned for the last mini-batch.
+        micro_batches: Number of micro-batches (M).
         group: Processes of the pipeline; by default all processes.
         precision: Precision of the layers.
         activity: Activity of this process, for error messages.
@@ -172,7 +170,7 @@ class Engine:
     ) -> list[Tensor]:
         """Run forward and backward of a mini-batch, and add its gradients to existing gradients.
 
-        The engine's attribute `loss_scale` is a factor of the added gradients.
+        The added gradients are multiplied by the attribute `loss_scale`.
 
         Args:
             tensors: On the first stage, input tensors of the model with the mini-batch as first dimension; elsewhere
@@ -363,11 +361,10 @@ class Engine:
 
 
 def _messages_with_loss(order: Sequence[Sequence[Action]]) -> set[tuple[int, int]]:
-    """Return the gradient messages that also carry the loss of the step, as pairs (receiving stage, micro-batch).
-
-    The last K stages are on different devices (K: number of devices). Each of the last K - 1 stages sends the loss to
-    the previous stage, together with the gradients of its last backward.
-    """
+    """Return the gradient messages that also contain the loss of the step, as pairs (receiving stage, micro-batch)."""
+    # The last K stages are on different devices (K: number of devices). Each of the last K - 1 stages sends the loss to
+    # the previous stage with the gradients of its last backward. If backwards are split, the loss arrives before the
+    # last weight passes, so a device that is ready early can begin the next step.
     last = {action.stage: action.micro_batch for row in order for action in row if KINDS[action.kind].direction < 0}
     num_stages = len(last)
     return {(stage - 1, last[stage]) for stage in range(num_stages - len(order) + 1, num_stages)}

@@ -86,21 +86,15 @@ def check_gradients(parameters: Mapping[str, Tensor], activity: RankActivity) ->
 
 
 def release_memory(summed: Tensor) -> None:
-    """Make a tensor empty after a collective operation has summed it.
-
-    This releases the tensor's memory, unless other tensors use the same memory. A thread of gloo refers to the tensor a
-    little longer than the operation takes. If that thread released the memory, the memory recorder of the calling
-    thread would miss it.
-    """
+    """Make a tensor empty, which releases its memory."""
+    # A thread of gloo refers to the tensor longer than its collective operation takes. If that thread released the
+    # memory, the memory recorder of the calling thread would miss it.
     summed.set_()  # type: ignore[call-overload]
 
 
 @contextmanager
 def refuse_norm_of_own_gradients(parameters: Mapping[str, Tensor], layers: Sequence[str]) -> Iterator[None]:
     """Refuse `torch.nn.utils.clip_grad_norm_` in the `with` block if its norm misses gradients of other ranks.
-
-    Two kinds of norms are allowed: over a single gradient, and over some (not all) gradients of this rank that belong
-    to one layer.
 
     Args:
         parameters: Parameters of this rank, by name.
@@ -112,6 +106,7 @@ def refuse_norm_of_own_gradients(parameters: Mapping[str, Tensor], layers: Seque
         given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         names = {id(p.grad): name for name, p in parameters.items() if p.grad is not None}
         clipped = [names[id(tensor)] for tensor in given if id(tensor) in names]
+        # Allow one gradient, and also several gradients of one layer, unless they are all gradients of this rank.
         if len(clipped) > 1 and (len(clipped) == len(names) or len({_layer_of(name, layers) for name in clipped}) > 1):
             raise UsageError(
                 f"`clip_grad_norm_` gets {len(clipped)} gradients of this rank, but other ranks have the gradients of "

@@ -26,7 +26,7 @@ _SAMPLERS = ("", "sampler", "batch_sampler", "batch_sampler.sampler")
 
 
 def seeded_batches(batches: Iterable[Any], seed: int) -> Iterator[Any]:
-    """Yield `batches`, which draw random numbers from separate states that start at `seed`.
+    """Yield from `batches`, whose random draws use separate generators, seeded with `seed`.
 
     The iteration of `batches` must not have begun.
     """
@@ -59,8 +59,6 @@ def repeat_train_batches(model: LoadedModel, batch: int) -> Iterator[Any]:
 
 def example_mini_batch(model: LoadedModel, batch: int, *, seed: int, step: int) -> Batch:
     """Return the example mini-batch of a step. It depends only on the seed and the step.
-
-    The states of the random generators are restored afterwards.
 
     Args:
         model: Loaded model file.
@@ -154,10 +152,7 @@ class ResumableLoader:
                 generator.set_state(states["generators"][name])
 
     def _epoch_iterator(self) -> Iterator[Any]:
-        """Return an iterator over an epoch.
-
-        After a resume, the first epoch is the rest of the interrupted epoch.
-        """
+        """Return an iterator over an epoch; after a resume, over the rest of the interrupted epoch."""
         state, self._resumed = self._resumed, None
         if state is None:
             self._begun = self._generator_states()
@@ -211,16 +206,13 @@ def does_sampler_split_data(loader: Any, place: ProcessPlace) -> bool:
 
 
 def _sampler_split(sampler: Any) -> tuple[int, int] | None:
-    """Return (number of parts, index of this rank's part) of a sampler like `DistributedSampler`.
-
-    The result is None for samplers that do not split the data.
-    """
+    """Return (number of parts, index of this rank's part) of a sampler; None if it does not split the data."""
     number, rank = getattr(sampler, "num_replicas", None), getattr(sampler, "rank", None)
     return (number, rank) if isinstance(number, int) and isinstance(rank, int) and number > 1 else None
 
 
 def check_loader_state(state: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """Return `state` if `ResumableLoader.state_dict` can have returned it; else raise an error of any type."""
+    """Return `state`, or raise an error if it does not have the form of a `ResumableLoader.state_dict()`."""
     if state is None:
         return None
     if not all(type(state[name]) is int and state[name] >= 0 for name in ("epoch", "batch")):

@@ -76,11 +76,10 @@ def mini_batch_parts(batch: Batch, size: int, micro_batch_size: int, *, rounds_o
         batch: Mini-batch. On this rank, inputs or targets or both may be missing.
         size: Number of samples in the mini-batch.
         micro_batch_size: Planned number of samples in a micro-batch.
-        rounds_of: Number K of micro-batches in a round of interleaved 1F1B; 1 for other schedules. Interleaved 1F1B
-            runs the m full micro-batches of the mini-batch in floor(m / K) rounds. If rounds of equal size are
-            impossible, the last m mod K micro-batches form a separate part.
+        rounds_of: Number of micro-batches in a round of interleaved 1F1B; 1 for other schedules.
     """
     whole, rest = divmod(size, micro_batch_size)
+    # Interleaved 1F1B needs rounds of equal size. If they are impossible, the last micro-batches form a separate part.
     odd = whole % rounds_of if whole % max(1, whole // rounds_of) else 0
     begin = 0
     for count, each in ((whole - odd, micro_batch_size), (odd, micro_batch_size), (min(rest, 1), rest)):
@@ -91,7 +90,7 @@ def mini_batch_parts(batch: Batch, size: int, micro_batch_size: int, *, rounds_o
 
 
 def micro_batches_of(value: Any, count: int) -> list[Any]:
-    """Cut a nested value into `count` equal micro-batches, which are views along the tensors' first dimension."""
+    """Cut the tensors of a nested value into `count` equal micro-batches: views along the first dimension."""
     tensors, rebuild = extract_tensors(value)
     size = tensors[0].shape[0] // count if tensors else 0
     return [rebuild([tensor.narrow(0, number * size, size) for tensor in tensors]) for number in range(count)]

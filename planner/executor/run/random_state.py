@@ -1,8 +1,6 @@
 """Seeds for the random draws of a step, such as dropout: one seed for every step, layer and micro-batch.
 
-Because of these seeds, draws do not depend on cuts, schedule or recomputation, and a recomputation needs no stored
-state. The unpartitioned model can draw the same numbers. Outside of steps, all ranks advance their generators equally,
-so data that a script shuffles have the same order on every rank.
+So draws do not depend on cuts, schedule or recomputation, and the unpartitioned model can draw the same numbers.
 """
 
 # ruff: noqa: NPY002 - the global generator is what a script draws from
@@ -69,7 +67,7 @@ class HostRandomStates(NamedTuple):
 
     @classmethod
     def from_plain(cls, states: Mapping[str, Any]) -> "HostRandomStates":
-        """Return the states from the result of `plain`. An invalid argument raises an error of any type."""
+        """Return the states from a result of `plain`, or raise an error if it has another form."""
         version, internal, gauss = states["python"]
         kind, key, position, *rest = states["numpy"]
         # NumPy does not check these values, and would read past the end of its state.
@@ -79,7 +77,7 @@ class HostRandomStates(NamedTuple):
         return cls(states["torch"], (version, tuple(internal), gauss), numpy)
 
     def plain(self) -> dict[str, Any]:
-        """Return the states as numbers, lists and a tensor, which any file can hold."""
+        """Return the states as numbers, lists and a tensor, for a file."""
         version, internal, gauss = self.python
         kind, key, position, has_gauss, cached = self.numpy
         numpy = [str(kind), key.tolist(), int(position), int(has_gauss), float(cached)]
@@ -128,10 +126,8 @@ def keeping_random_state() -> Iterator[None]:
 
 
 def checksum_of_generators() -> int:
-    """Return a checksum of the states of torch's generators, also that of the device, and of NumPy's.
-
-    Python's generator is not included: threads of libraries draw from it, for example delays between requests.
-    """
+    """Return a checksum of the states of torch's generators (of host and device) and of NumPy's generator."""
+    # Python's generator is left out, because background threads of libraries draw from it.
     of_device = _device_generator()
     states = [torch.get_rng_state(), *([] if of_device is None else [of_device.get_state()])]
     _, key, position, *_ = cast("tuple[Any, ...]", np.random.get_state(legacy=True))

@@ -38,10 +38,7 @@ from planner.model.state import StateLocation, stateful_modules
 
 @dataclass(slots=True)
 class _Entry:
-    """Value of one state location when a forward began.
-
-    A location is a buffer, a frozen parameter or an attribute of a module.
-    """
+    """Value of a buffer, a frozen parameter or an attribute of a module when a forward began."""
 
     location: StateLocation
     value: Any
@@ -85,7 +82,7 @@ class _Entry:
 
 @dataclass(frozen=True)
 class _StateTensors:
-    """Tensors and other values at all state locations. Forwards that began with equal values share one object."""
+    """Buffers, frozen parameters and attributes of some layers, except for numbers, before a forward."""
 
     entries: list[_Entry]
     names: list[Any]
@@ -166,7 +163,7 @@ class LayerState:
         self._set_state(snapshot, self.snapshot())
 
     def with_same_state(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a function that the forward and the backward call. Both calls begin with the same state."""
+        """Return a wrapper of `run`. The second call of the wrapper begins with the same state as the first call."""
         before: list[_Snapshot] = []
 
         def call(*arguments: Any) -> Any:
@@ -191,7 +188,7 @@ class LayerState:
         return [*map(len, buffers), *chain.from_iterable(buffers)]
 
     def _values(self) -> list[Any]:
-        """Return the values at all locations. Reading each with `StateLocation.value` takes several times as long."""
+        # Reading each value with `StateLocation.value` takes several times as long.
         buffers = filter(None, [module._buffers for module in self._usual])
         parameters = filter(None, [module._parameters for module in self._usual])
         return [
@@ -306,7 +303,7 @@ class _Clones:
         return _laid_out(tensor, base.untyped_storage())
 
     def _move(self, tensor: Tensor) -> None:
-        """Move a tensor to memory of torch, because shared, mapped and NumPy's memory has no lazy clones."""
+        # Only memory that torch has allocated can have lazy clones.
         storage = tensor.untyped_storage()
         # Keep the old storage, so that its address is not reused for another storage.
         _, moved = self._moved.setdefault(storage._cdata, (storage, storage.clone()))
@@ -328,10 +325,7 @@ def _explained_resizing() -> Iterator[None]:
 
 
 def _supports_lazy_clone(value: Any) -> bool:
-    """Return True if a tensor can have a lazy clone.
-
-    torch does not check this, and would crash.
-    """
+    # torch does not check this, and would crash.
     if type(value) not in (Tensor, nn.Parameter) or value.requires_grad:
         return False  # a tensor with a gradient is a computed result, not state
     return value.layout == torch.strided and not value.is_quantized
@@ -346,7 +340,7 @@ def _version(value: Any) -> int:
 
 
 def _address(tensor: Tensor) -> int:
-    """Return the address of a tensor's memory. torch's `data_ptr` would count as a request to write."""
+    # `data_ptr` would count as a write, so torch would copy the memory of a lazy clone.
     return torch._C._data_address(tensor)  # type: ignore[attr-defined,no-any-return]
 
 

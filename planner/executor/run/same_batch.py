@@ -27,10 +27,7 @@ class BatchDigest(NamedTuple):
 
 
 class BatchChecksums(NamedTuple):
-    """Checksums of some elements of a mini-batch, which the ranks compare in each step.
-
-    The checksum of inputs or targets that the rank does not have is 0.
-    """
+    """Checksums of some elements of a mini-batch; 0 for inputs or targets that the rank does not have."""
 
     inputs: int
     targets: int
@@ -41,7 +38,7 @@ class BatchChecksums(NamedTuple):
         return cls(_checksum_of(batch.inputs), _checksum_of(batch.targets))
 
     def differ_from(self, other: "BatchChecksums") -> bool:
-        """Return True if both have a checksum of the same values, and the two are different."""
+        """Return True if the checksums of inputs or targets differ. A missing checksum (0) equals any other."""
         return any(own and theirs and own != theirs for own, theirs in zip(self, other, strict=True))
 
     def completed_by(self, other: "BatchChecksums") -> "BatchChecksums":
@@ -57,8 +54,7 @@ _NUM_ELEMENTS = 16
 def digest_of_batch(batch: Batch, place: ProcessPlace, *, is_whole: bool) -> BatchDigest:
     """Return the digests of a mini-batch, or of one replica's part.
 
-    The digests must be equal on all ranks that have the values. Ranks between the first and the last stage use neither
-    inputs nor targets, and have no digests.
+    Ranks between the first and the last stage use neither inputs nor targets, and have no digests.
 
     Args:
         batch: Mini-batch, or the replica's part.
@@ -93,11 +89,8 @@ def check_same_batch(own_digest: BatchDigest) -> None:
 
 
 def _digest_of(value: Any) -> str | None:
-    """Return a digest of the tensors in a nested value; None for placeholders.
-
-    A script may pass placeholders where a rank does not use the values. So the value counts as a placeholder if it has
-    a meta tensor, or if each tensor is constant, such as zeros.
-    """
+    """Return a digest of the tensors in a nested value; None if a tensor is on the meta device or all are constant."""
+    # Scripts pass such values as placeholders, if a rank does not use the values.
     tensors = tensors_in_value(value)
     if any(tensor.is_meta for tensor in tensors) or all(map(_is_constant, tensors)):
         return None
@@ -105,7 +98,7 @@ def _digest_of(value: Any) -> str | None:
 
 
 def _checksum_of(value: Any) -> int:
-    """Return a checksum of the first elements of the first and last samples; 0 if there are placeholders only."""
+    """Return a checksum of the first elements of the first and last samples; 0 if no tensor has values."""
     checksum = 0
     for tensor in tensors_in_value(value):
         if tensor.device.type != "cpu" or tensor.layout != torch.strided or not tensor.numel() or not tensor.ndim:

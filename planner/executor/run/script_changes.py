@@ -1,14 +1,13 @@
 """Find changes of weights or gradients that depend on the parameters of one rank.
 
-A script may scale gradients by their norm, or skip a step because of it. A plain loop uses the norm over all
-parameters. In a pipeline, each rank has only the norm over its own parameters, so ranks would do different things.
-Each rank therefore records what the script did in a step. It sends the record to the next rank before the next phase,
-such as a step or a checkpoint (`agreement`).
+If a script computes the norm of the gradients, a plain loop gets the norm over all parameters. Each rank of a pipeline
+gets only the norm over its own parameters, so ranks would do different things. Each rank therefore records what the
+script did in a step, and the next rank compares the record with its own (`agreement`).
 
-Random numbers that a script draws for one parameter after the other differ from those of a plain loop, too. A rank
-detects by itself that its script draws random numbers while it changes weights or gradients.
+Random numbers that a script draws for one parameter after another also differ from those of a plain loop. So a script
+must not draw random numbers while it changes weights or gradients.
 
-To save time and memory, a few elements of a few parameters are compared.
+To save time and memory, only a few elements of a few parameters are compared.
 """
 
 import math
@@ -28,9 +27,9 @@ _NUM_PARAMETERS = 8
 _NUM_ELEMENTS = 8
 """Number of elements of a parameter that are compared."""
 _ROUNDING = 1e-4
-"""Largest relative difference of two factors that may be due to rounding in float32."""
+"""Largest relative rounding error of a factor in float32."""
 _ROUNDING_OF_SUMS = 1e-2
-"""The same for a factor that comes from a small difference of weights."""
+"""Largest relative rounding error of a factor that is computed from differences of weights."""
 _SMALL = 1e-3
 """Gradients that are smaller than this share of the largest one are too inaccurate to compute a factor."""
 
@@ -41,18 +40,18 @@ _HINT = (
 
 
 class ScriptRecord(NamedTuple):
-    """Numbers about what the script has done on one rank."""
+    """Changes that the script has made on one rank."""
 
     optimizer_steps: int = 0
     """Number of calls of `step()` of all optimizers."""
     rates: int = 0
-    """Checksum of the learning rates in these calls."""
+    """Checksum of the learning rates in the calls of `step()`."""
     gradient_factor: float = 0.0
-    """Factor by which the script has multiplied all gradients of the last step; 0 if there is no such factor."""
+    """Number c if the script computed `gradient *= c` for all parameters in the last step; else 0."""
     added_factor: float = 0.0
-    """Factor of all gradients of the last step that the script has added to weights; 0 if there is no such factor."""
+    """Number c if the script computed `weight += c * gradient` for all parameters in the last step; else 0."""
     weight_factor: float = 0.0
-    """Factor by which the script has multiplied all weights after the last step; 0 if there is no such factor."""
+    """Number c if the script computed `weight *= c` for all parameters after the last step; else 0."""
 
 
 NO_RECORD: Final = ScriptRecord()
@@ -83,10 +82,7 @@ class ScriptChanges:
         self.record = NO_RECORD
 
     def begin_block(self) -> None:
-        """Store weights and gradients that the script may change.
-
-        Call this method before the script's `with pipeline.step(...)` block, and after `pipeline.clip_gradients`.
-        """
+        """Store weights and gradients before the script can change them."""
         trained = [parameter for parameter in self._parameters if parameter.grad is not None]
         self._compared = trained[:: len(trained) // _NUM_PARAMETERS + 1]
         self._at_optimizer_step = self._at_optimizer_end = None
@@ -111,7 +107,7 @@ class ScriptChanges:
         self._at_optimizer_end = self._at_mark
 
     def end_block(self) -> None:
-        """Record by which factors the script's `with` block multiplied gradients, and added gradients to weights."""
+        """Record how the script's `with pipeline.step(...)` block changed gradients and weights."""
         self.check_draws()
         before, after = self._at_begin, self._at_optimizer_step or _Elements.of(self._compared)
         self.record = self.record._replace(
@@ -123,14 +119,14 @@ class ScriptChanges:
         self.ignore_draws()
 
     def end_step(self) -> None:
-        """Record the change of weights since the optimizer's step. Call this method before the next phase."""
+        """Record how the script changed weights after the optimizer's step."""
         if self._at_optimizer_end is not None:
             before, after = self._at_optimizer_end, _Elements.of(self._compared)
             self.record = self.record._replace(weight_factor=before.common_factor(before.weights, after.weights))
             self._at_optimizer_end = None
 
     def ignore_draws(self) -> None:
-        """Forget random numbers that were drawn by now, for example to shuffle the data of an evaluation."""
+        """Accept all random numbers that the script has drawn so far."""
         self._at_mark = _Elements.of(self._compared)
         self._random = checksum_of_generators()
 
@@ -154,7 +150,7 @@ class ScriptChanges:
         """Compare the record of this rank with that of the previous rank.
 
         Raises:
-            TrainingError: The script has used values that only one rank has.
+            TrainingError: The script has changed weights, gradients or learning rates differently on the two ranks.
         """
         own = self.record
         if own.optimizer_steps != other.optimizer_steps:
@@ -205,10 +201,7 @@ class _Elements(NamedTuple):
         return torch.equal(self.weights, other.weights) and torch.equal(self.gradients, other.gradients)
 
     def common_factor(self, before: Tensor, after: Tensor, *, rounding: float = _ROUNDING) -> float:
-        """Return the number for which `before` times the number equals `after`; 0 if there is none.
-
-        The result is also 0 if fewer than two parameters have elements that are large enough to compute the number.
-        """
+        """Return the number c for which `after` equals c * `before`; 0 if there is none."""
         rounding = max(rounding, _rounding_of(before))
         limit = _SMALL * max(map(abs, before.tolist()), default=0.0)
         ratios: list[list[float]] = [[] for _ in self.num_of_each]
@@ -217,7 +210,7 @@ class _Elements(NamedTuple):
             if abs(element) > limit:
                 ratios[owner].append(changed / element)
         if sum(map(bool, ratios)) < 2:
-            return 0.0
+            return 0.0  # too few parameters have elements that are large enough
         lowest, highest = min(map(min, filter(None, ratios))), max(map(max, filter(None, ratios)))
         return lowest if highest - lowest <= rounding * abs(lowest) and math.isfinite(lowest) else 0.0
 

@@ -30,7 +30,7 @@ from planner.model.variables import undo_variable_changes
 
 @dataclass(frozen=True)
 class Boundary:
-    """Value that crosses one boundary for one micro-batch: tensors (on the meta device), other values, structure."""
+    """Structure, constants and tensor shapes of the value that a micro-batch has at a boundary."""
 
     leaves: tuple[Any, ...]
     spec: TreeSpec
@@ -44,11 +44,11 @@ class Boundary:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Tensors that are sent, in order."""
+        """Tensors of the value, in order, on the meta device."""
         return tuple(leaf for leaf in self.leaves if isinstance(leaf, Tensor))
 
     def rebuild(self, tensors: Sequence[Tensor]) -> Any:
-        """Return the nested value that crosses this boundary, rebuilt from its tensors."""
+        """Return the nested value that has these tensors."""
         if self.spec.is_leaf():
             return tensors[0] if tensors else self.leaves[0]
         rest = iter(tensors)
@@ -130,7 +130,7 @@ class ChainShapes:
     """True for each layer whose output shares storage with its input."""
 
     def with_gradients_of(self, other: "ChainShapes") -> "ChainShapes":
-        """Return a copy in which tensors also require a gradient if they do in `other`."""
+        """Let tensors also require a gradient if they do in `other`, and return this object."""
         for here, there in zip(self.boundaries, other.boundaries, strict=True):
             for tensor, again in zip(here.tensors, there.tensors, strict=False):
                 tensor.requires_grad_(tensor.requires_grad or (again.requires_grad and tensor.dtype == again.dtype))
@@ -159,13 +159,11 @@ def chain_shapes(
 ) -> ChainShapes:
     """Return the boundary tensors of a chain.
 
-    The boundary tensors are taken from the chain's outline. If the chain has none, its layers are run without values.
-
     Args:
         chain: Chain on the meta device.
         inputs: Model's input for one micro-batch, on any device.
         precision: Precision of the layers.
-        device: Device of the layers. Autocast has different rules on the CPU and on CUDA.
+        device: Device of the layers, for the rules of autocast.
 
     Raises:
         ModelError: A layer does not fit its input, or cannot be trained in micro-batches.
@@ -186,11 +184,8 @@ def chain_shapes(
 def _run_layers(
     layers: Sequence[Layer], received: Boundary, precision: Precision, device: torch.device | None
 ) -> ChainShapes:
-    """Run the layers one after another, if possible with tensors that have no values.
-
-    Without autocast, these are meta tensors. With autocast, they are fake tensors of the device, because autocast's
-    rules depend on the device and do not affect meta tensors.
-    """
+    """Run the layers one after another, if possible with tensors that have no values."""
+    # Autocast does not affect meta tensors, so use fake tensors of the device with autocast.
     is_fake = device is not None and autocast_dtype(precision) is not None
     mode = FakeTensorMode() if is_fake else nullcontext()
     modules = nn.ModuleList(layer.module for layer in layers)
@@ -243,14 +238,10 @@ class _Effects(NamedTuple):
 
 
 def _on_random_values(module: nn.Module, received: Boundary, precision: Precision, device: torch.device) -> _Effects:
-    """Run a copy of one layer on random values, and return its output on the meta device.
-
-    This is for layers that read values (`.item()`, `if`, NumPy), which cannot run on meta tensors. The values are the
-    same on every rank. The shapes of the output must not depend on them.
-    """
+    """Run a copy of one layer on random values, and return its effects, with the output on the meta device."""
     held = (*module.parameters(), *module.buffers(), *attribute_tensors(module))
     with keeping_random_state():
-        torch.manual_seed(0)
+        torch.manual_seed(0)  # the same values on every rank
         module = copy_module(module, {id(tensor): _random_like(tensor, device) for tensor in held})
         value = received.rebuild([_random_like(tensor, device).clone() for tensor in received.tensors])
         with forward_context(precision, device):

@@ -1,8 +1,8 @@
 """Stage as a torch module: its layers under their original names, recomputed as the plan says.
 
-Only plain tensors without gaps in memory cross a boundary. Tuples and other nested values are flattened before the
-boundary and rebuilt after it. The last stage computes the loss in its forward. The engine therefore keeps only the
-scalar loss of each micro-batch, and a stage that is recomputed keeps no logits.
+Only plain tensors without gaps in memory are sent. Tuples and other nested values are flattened before a boundary and
+rebuilt after the boundary. The last stage computes the loss in its forward. The engine therefore keeps only the scalar
+loss of each micro-batch, and a stage that is recomputed keeps no logits.
 
 If the plan chooses layers to recompute, each of them is recomputed separately: the layer's input is kept, and its other
 saved tensors are computed again just before its backward. The last layer of the last stage is recomputed together with
@@ -66,17 +66,16 @@ class StageModule(nn.Module):
     Args:
         layers: Layers of the stage.
         received: Boundary before the first layer.
-        sent: Boundary after the last layer, whose tensors give the memory layout in which outputs are sent. With None,
-            outputs are sent in contiguous layout. The last stage ignores `sent`.
+        sent: Boundary after the last layer, with the memory layout of outputs; None for contiguous outputs. The last
+            stage ignores `sent`.
         recompute: Recompute choice of the stage; the choice `layers` recomputes the layers in `recomputed`.
         micro_batches: Number of micro-batches (M).
         loss_fn: Loss function on the last stage; None on other stages.
         copies_input: True if the layers need a copy of the received tensors, because they write into them.
-        carries: For each tensor at the next boundary, True if it carries a gradient.
-        recomputed: Properties of layers that are recomputed separately, by index within the stage.
+        carries: True for each tensor at the next boundary that requires a gradient.
+        recomputed: Layers that are recomputed separately, by index within the stage.
         first_layer: Index of the stage's first layer in the whole model's chain.
-        statistics: Collector of batch normalization statistics, which all stages of this process share. With None,
-            this stage has its own.
+        statistics: Collector of batch normalization statistics for all stages of this process; by default a new one.
 
     Raises:
         ModelError: A layer cannot be trained in micro-batches.
@@ -127,13 +126,11 @@ class StageModule(nn.Module):
             for layer in layers[1:]
             if isinstance(layer.module, ModelStage)
         ]
-        """For each layer except the first, the state of modules that earlier layers have begun to run. Their code runs
-        again from its start in this layer."""
+        """State of the modules whose forward began in an earlier layer, for each layer except the first."""
         self.micro_batch = 0
         self.targets: list[Any] = []
         self.seen: Callable[[int, Any], None] | None = None
-        """Callback on the last stage, called with the index and output of every micro-batch, as the loss function gets
-        it."""
+        """Function that the last stage calls with the index and the output of every micro-batch."""
         self.timed_recomputation: Callable[[Callable[[], Any]], Any] = lambda work: work()
         """Function that calls the layers, and records the time if the call is a recomputation."""
 
@@ -152,10 +149,7 @@ class StageModule(nn.Module):
             yield f"{prefix}.{name}" if prefix else name, buffer
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        """Raise an error, because a stage refers to timers of its process, and cannot be copied.
-
-        Most copies are made to average weights, so the error says how to average weights without a copy.
-        """
+        """Raise an error, because a stage cannot be copied."""
         raise UsageError(
             "a stage cannot be copied (for a moving average of its weights, say)",
             hint="average `pipeline.named_parameters()`, for example with "
@@ -281,11 +275,8 @@ class StageModule(nn.Module):
 
 
 def _with_graph(result: Any, anchor: Tensor) -> Any:
-    """Return outputs that `torch.utils.checkpoint` accepts: no parameters, and at least one tensor with a graph.
-
-    If layers are skipped at random, it can happen that no output has a graph. Then `anchor`, a zero that requires a
-    gradient, is added to an output.
-    """
+    """Return outputs that `torch.utils.checkpoint` accepts: no parameters, and at least one tensor with a graph."""
+    # If layers are skipped at random, it can happen that no output has a graph. Adding zero gives an output a graph.
     outputs = [result] if isinstance(result, Tensor) else list(result)
     if not torch.is_grad_enabled():
         outputs = [output.detach() for output in outputs]

@@ -6,14 +6,14 @@ from typing import Any
 ANY = -1
 """Value of `waits_for` for a wait for any stage."""
 STORE = -2
-"""Value of `waits_for` for a wait for all ranks, over the store. Unlike a transfer, it does not fail if a rank ends."""
+"""Value of `waits_for` for a wait for all ranks that does not fail if a rank ends (over the key-value store)."""
 
 _OUTSIDE = ("at the start", "joining the others", "building the model", "between steps")
 """Activities outside of steps."""
 
 
 class RankActivity:
-    """Current activity of this rank. The main thread sets the activity, and the watch reads it."""
+    """Current activity of this rank. The main thread sets the activity, and `FailureWatch` reads it."""
 
     def __init__(self) -> None:
         self.names: dict[int, str] = {}
@@ -79,7 +79,7 @@ class RankActivity:
         return doing if doing in _OUTSIDE else f"in {doing} of step {self.step}"
 
     def summary(self) -> dict[str, Any]:
-        """Return this rank's name and activity in the form that is written to the store."""
+        """Return this rank's name and activity as JSON values, for other ranks."""
         return {
             "name": self.name,
             "where": self.where,

@@ -43,13 +43,13 @@ def error_for_exception(error: BaseException, activity: RankActivity) -> Planner
     )
 
 
-def error_after_exit(left: Mapping[str, Any], activity: RankActivity) -> PlannerError:
+def error_after_exit(other: Mapping[str, Any], activity: RankActivity) -> PlannerError:
     """Return the error to report if this rank still waits after another rank exited with code 0.
 
-    `left` is the summary of the other rank's last activity.
+    `other` is the `RankActivity.summary()` of the other rank.
     """
     return TrainingError(
-        f"{left['name'] or 'another rank'} exited {left['where']} (SystemExit: 0) "
+        f"{other['name'] or 'another rank'} exited {other['where']} (SystemExit: 0) "
         f"while {activity.name or 'this rank'} waited {activity.where}",
         hint="to end a run early, leave the loop on every rank; every rank knows the loss",
     )
@@ -58,8 +58,7 @@ def error_after_exit(left: Mapping[str, Any], activity: RankActivity) -> Planner
 def error_of_hang(of_ranks: Mapping[int, Mapping[str, Any]], timeout_s: float) -> PlannerError:
     """Return the error that reports a job that hangs for `timeout_s` seconds, from the activities of all ranks.
 
-    The error names ranks that do not wait (the cause) and ranks that wait. Of each kind, it names at most three ranks:
-    those whose activity began first.
+    The error names at most three ranks that do not wait (the cause), and at most three that wait.
     """
     hint = "raise `--timeout` if this activity needs more time; else inspect the process (py-spy dump)"
     by_time = sorted(of_ranks, key=lambda rank: -of_ranks[rank]["idle_s"])

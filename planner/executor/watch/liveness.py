@@ -1,9 +1,8 @@
 """Signs of life of a job's ranks, in the job's store.
 
 Every rank writes its activity at regular intervals (beats). One rank, the reader, reads the activities of all ranks if
-a failure is suspected. Other ranks read only the reader's activity, so their cost does not depend on the number of
-ranks. If the reader becomes silent or leaves, another rank replaces it. In large jobs beats are slower, which limits
-the number of the store's operations per second.
+a failure is suspected. Other ranks read only the reader's activity. If the reader becomes silent or leaves, another
+rank becomes the reader. In large jobs, the intervals are longer.
 """
 
 import json
@@ -17,12 +16,12 @@ from planner.executor.watch.activity import RankActivity
 
 _BEAT_S = 0.5
 _MAX_BEATS_PER_S = 500
-"""Upper bound on the beats of all ranks per second. A beat takes two operations of the store; three if a rank waits."""
+"""Upper bound on the beats of all ranks per second."""
 _BEATS_UNTIL_SILENT = 6
 
 
 class Heartbeats:
-    """Heartbeats of one rank: it writes its signs of life to the store, and reads those of other ranks.
+    """Signs of life of one rank in the store, and access to those of other ranks.
 
     The connection to the store must not be used by another thread.
     """
@@ -48,10 +47,8 @@ class Heartbeats:
         self._store.set(f"at/{self._rank}", json.dumps({"beat": self._beats, **activity.summary()}))
 
     def until_next_beat_s(self) -> float:
-        """Return the seconds until this rank's next beat, in a fixed slot of each interval.
-
-        If slots depended on the end of the last beat, a slow store could make the beats of many ranks coincide.
-        """
+        """Return the seconds until this rank's next beat."""
+        # Each rank has a fixed slot in the interval, so that beats of many ranks do not coincide if the store is slow.
         return (self._phase_s - time.monotonic()) % self.beat_s
 
     def announce_exit(self) -> None:
@@ -80,9 +77,9 @@ class Heartbeats:
         return {int(key.removeprefix("at/")): json.loads(text) for key, text in zip(keys, texts, strict=True)}
 
     def silent_ranks(self) -> list[int]:
-        """Return the ranks that are silent and have not left; on ranks other than the reader, an empty list.
+        """Return the ranks that have not left, and for which calls of this method saw no sign of life for `silent_s`.
 
-        A rank is silent if calls of this method have seen no new beat of it for `silent_s` seconds.
+        Only one rank of the job gets this list. On all other ranks, the list is empty.
         """
         is_reader = self._is_reader()
         others = [rank for rank in range(self._world) if rank != self._rank] if is_reader else [self._reader]
@@ -103,10 +100,7 @@ class Heartbeats:
         return []
 
     def wait_for_silent_ranks(self) -> list[int] | None:
-        """Wait until the silent ranks are known, and return them.
-
-        The result is None if a failure is reported during the wait.
-        """
+        """Wait until the silent ranks are known, and return them; None if a failure is reported during the wait."""
         self._seen.clear()
         begin = time.monotonic()
         # Half of this time suffices to notice a dead reader, and the rest to find other silent ranks.
@@ -132,7 +126,7 @@ class Heartbeats:
         )
 
     def _keys_in_store(self, keys: list[str]) -> list[str]:
-        """Return the keys that are set. Reading a key that is not set would wait for it."""
+        # Reading a key that is not set would wait for it.
         if self._store.check(keys):
             return keys
         half = len(keys) // 2

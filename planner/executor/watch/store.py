@@ -19,10 +19,7 @@ _REPORTED_EVERY_S = 10.0
 
 
 def rank_and_world_size() -> tuple[int, int]:
-    """Return this process's rank and the number of processes.
-
-    Both are set by the process group, or by the launcher if there is no group.
-    """
+    """Return this process's rank and the number of processes, from the process group or else from the launcher."""
     if dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -36,14 +33,13 @@ def is_store_host() -> bool:
 def job_store(timeout: timedelta) -> Store:
     """Return the job's store: the process group's, the launcher's, or one that the first rank creates.
 
-    A launcher may keep its store when it restarts the processes, which would then find addresses of the previous
-    processes. Each start therefore has a separate key prefix.
-
     Raises:
         TrainingError: Other processes did not join within the timeout.
     """
     store = _get_default_store() if dist.is_initialized() else _launchers_store(timeout)
-    return PrefixStore(f"gpipe-plan/{_name_of_start(store, timeout)}", store)
+    # A launcher may keep its store when it restarts the processes. Without another prefix for each launch, processes
+    # would find addresses of earlier processes.
+    return PrefixStore(f"gpipe-plan/{_launch_name(store, timeout)}", store)
 
 
 def _launchers_store(timeout: timedelta) -> Store:
@@ -58,7 +54,7 @@ def _launchers_store(timeout: timedelta) -> Store:
     return store
 
 
-def _name_of_start(store: Store, timeout: timedelta) -> str:
+def _launch_name(store: Store, timeout: timedelta) -> str:
     rank, world = rank_and_world_size()
     address = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     key = os.getpid(), *address, rank, world  # a forked process must agree on a name of its own
@@ -68,17 +64,13 @@ def _name_of_start(store: Store, timeout: timedelta) -> str:
 
 
 _agreed: dict[tuple[int | str, ...], str] = {}
-"""Names on which this process has agreed with other processes; kept, because it opens the store more than once."""
+"""Results of `_agree_on_name`."""
 
 
 def _agree_on_name(store: Store, rank: int, world: int, timeout: timedelta) -> str:
-    """Return the name of this start of the job.
-
-    The first rank chooses the name and sends it to every other rank. Each process announces itself under a new random
-    name, which distinguishes it from processes of earlier starts. The restart count of torchrun
-    (`TORCHELASTIC_RESTART_COUNT`) could not identify a start: machines count separately, so a machine that was lost and
-    came back has a lower count.
-    """
+    """Return the name of this launch of the job, which the first rank chooses."""
+    # Processes of earlier launches have other random names. torchrun's `TORCHELASTIC_RESTART_COUNT` does not identify a
+    # launch, because a machine that was lost and came back has a lower count than others.
     name = uuid.uuid4().hex
     store.set(f"{_HELLO}/{rank}", name)
     if rank == 0:
@@ -88,16 +80,13 @@ def _agree_on_name(store: Store, rank: int, world: int, timeout: timedelta) -> s
         store.wait([f"{_ANSWER}/{name}"], timeout)
     except dist.DistError as error:
         raise _missing([0], timeout) from error
-    start = store.get(f"{_ANSWER}/{name}").decode()
-    store.set(f"{_JOINED}/{start}/{rank}", "")
-    return start
+    launch = store.get(f"{_ANSWER}/{name}").decode()
+    store.set(f"{_JOINED}/{launch}/{rank}", "")
+    return launch
 
 
-def _answer_all(store: Store, start: str, world: int, timeout: timedelta) -> None:
-    """Send the name of this start to every rank that announces itself, until all ranks have joined.
-
-    Processes of earlier starts are answered as well, but never read the answer.
-    """
+def _answer_all(store: Store, launch: str, world: int, timeout: timedelta) -> None:
+    # Processes of earlier launches are answered as well, but never read the answer.
     begin = reported = time.monotonic()
     answered: set[str] = set()
     missing = list(range(1, world))
@@ -105,9 +94,9 @@ def _answer_all(store: Store, start: str, world: int, timeout: timedelta) -> Non
         for rank in missing:
             hello = store.get(f"{_HELLO}/{rank}").decode() if store.check([f"{_HELLO}/{rank}"]) else ""
             if hello and hello not in answered:
-                store.set(f"{_ANSWER}/{hello}", start)
+                store.set(f"{_ANSWER}/{hello}", launch)
                 answered.add(hello)
-        missing = [rank for rank in missing if not store.check([f"{_JOINED}/{start}/{rank}"])]
+        missing = [rank for rank in missing if not store.check([f"{_JOINED}/{launch}/{rank}"])]
         if not missing:
             return
         now = time.monotonic()
