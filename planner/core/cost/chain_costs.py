@@ -65,7 +65,7 @@ class FixedLayerBytes:
     optimizer_peak: FloatArray
     """Transient bytes while the optimizer updates the layer's parameters."""
     optimizer_boundary_peak: FloatArray
-    """Transient bytes while the optimizer moves from the previous layer to this one, if a stage has both."""
+    """Transient bytes between the optimizer's updates of the previous layer and of this layer, if a stage has both."""
     buffers: FloatArray
     rewritten: FloatArray
     """Bytes of state that the forward writes; recomputation needs a copy of the old state for each micro-batch."""

@@ -10,8 +10,7 @@ Each chunk is a stage with the parts of `planner.core.cost.parts`. `counts` foll
 - Every part is rounded to whole bytes, so that the memory of the chunks in a plan adds up to the device's peak.
 - Parameters that two chunks share count once. A tensor that one chunk passes to the next chunk on the same device also
   counts once (`shared_bytes`, `subtract_shared`).
-- The memory model of compiled programs does not apply. A compiled profile is treated as a profile without exact
-  records.
+- A profile of compiled programs is treated as a profile without exact memory records (`MemoryDetail`).
 """
 
 from collections.abc import Collection, Mapping, Sequence

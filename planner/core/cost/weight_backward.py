@@ -3,8 +3,8 @@
 W of a stage runs from the last layer to the first layer. While W of one layer runs, these bytes exist:
 
     held         tensors that earlier layers have stored for W since the input-gradient pass (I)
-    peak         memory of the layer itself: what it has stored for W and, in the first W, the gradients that it creates
-    gradients    gradients of the later layers, in the first W; in a later W they always exist, and count elsewhere
+    peak         memory of the layer itself: what it has stored for W and, in the first micro-batch, its gradients
+    gradients    gradients of the later layers, in the first micro-batch
 
 Under autocast, gradients of the cached low-precision copies of later layers' weights also exist, in every W. The copies
 were recorded before all other operations, so that autograd processes them last. Each gradient is then converted to a
@@ -25,10 +25,9 @@ if TYPE_CHECKING:
 
 
 def weight_backward_peaks(builder: "StageTableBuilder", passing: RelayedTensors) -> tuple[FloatArray, FloatArray]:
-    """Return the peak memory of each stage's first weight-gradient pass (W), and of a later W, in bytes.
+    """Return the peak memory of each stage's weight-gradient pass in the first and in a later micro-batch, in bytes.
 
-    The stages are those of `builder`: one row per first layer and one column per last layer. The first W includes the
-    gradients that it creates.
+    The stages are those of `builder`: one row per first layer and one column per last layer.
     """
     costs, columns = builder.costs, builder.columns
     split_backward, casts = costs.split_backward, costs.state.casts

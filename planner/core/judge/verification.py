@@ -89,7 +89,7 @@ def verification_of(
     """Compare the measurements of a run with the predictions of its plan.
 
     Args:
-        plan: Plan, with predictions of this version's cost model.
+        plan: Plan with predictions of the installed version of gpipe-plan.
         profile: Profile of the plan.
         report: Report of a run of the plan.
         tolerance: Allowed errors.
