@@ -34,15 +34,12 @@ class AttributeChange:
     path: str
     """Path of the module."""
     keys: tuple[Any, ...]
-    """Name of the attribute, then keys in nested containers, up to the value that was set or the list that changed."""
+    """Name of the attribute, then keys in nested containers."""
     kind: Literal["set", "extended", "replaced"]
-    """`set`: an attribute or an entry of a dict was set. `extended`, `replaced`: a list got more or other items."""
+    """`set`: an attribute or dict entry was set. `extended`: a list got more items. `replaced`: it got other items."""
     nest: Nest
     leaves: tuple[Any, ...]
-    """Leaves of the value that was set, of the appended items, or of all items of a replaced list.
-
-    If the change belongs to a `Recording`, each leaf is a `leaves.Leaf`. In a result of `AttributeSnapshot.changes`,
-    each leaf is the tensor or plain value itself."""
+    """Leaves of the new value, or of the new items of a list: `leaves.Leaf` in a `Recording`, else the values."""
 
     @property
     def contains_tensor(self) -> bool:
@@ -63,8 +60,7 @@ class AttributeSnapshot:
 
     Args:
         modules: Pairs of a module's path and the module.
-        of_model: Snapshot of the whole model, or None. If it contains a changed object, the change is reported with
-            the object's path in `of_model`.
+        of_model: Snapshot of the whole model, which gives the paths of objects that several modules share; or None.
     """
 
     def __init__(self, modules: Iterable[tuple[str, nn.Module]], of_model: "AttributeSnapshot | None" = None) -> None:
@@ -129,7 +125,7 @@ def apply_change(model: nn.Module, change: AttributeChange, leaves: Sequence[Any
         leaves: New values, in the order of `change.leaves`.
 
     Raises:
-        LookupError: The value that contains the changed entry (a dict, list or object) does not exist in `model`.
+        LookupError: `model` has no dict, list or object at the path of the change.
     """
     value = unflatten(leaves, change.nest)
     container = _container(model, change)

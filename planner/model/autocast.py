@@ -5,10 +5,9 @@ outermost autocast context ends. So one context (`weight_cast_cache`) is open ar
 each copy is made once. Layers and loss run with autocast enabled inside this context (`forward_context`). Backward runs
 without autocast, because its operators use the dtypes that forward chose.
 
-Releases of torch before 2.11 also cache copies that are made under `no_grad` and have no autograd graph. If such a copy
-is used later, the weight gets no gradient (pytorch/pytorch#165068). With these releases, code under `no_grad` does not
-use the cache (`caching_only_with_graph`): each micro-batch makes its own copies. This concerns the first forward of
-recomputed layers, and the forward of a model's own autograd functions.
+Releases of torch before 2.11 also cache copies that are made under `no_grad` and have no autograd graph. A weight whose
+copy has no graph gets no gradient (pytorch/pytorch#165068). With these releases, code under `no_grad` does not use the
+cache (`caching_only_with_graph`).
 """
 
 from collections.abc import Iterator
@@ -47,23 +46,17 @@ def forward_context(precision: Precision, device: torch.device, *, keep: bool = 
 
 
 def weight_cast_cache(precision: Precision, device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context manager in which autocast keeps its cached weight copies.
-
-    Autocast clears the cache when its outermost context ends. This context is the outermost, and does not enable
-    autocast.
-    """
+    """Return a context manager in which autocast keeps its cached weight copies. It does not enable autocast."""
+    # Autocast clears the cache when its outermost context ends. This context is the outermost.
     dtype = _AUTOCAST.get(precision)
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype, enabled=False)
 
 
 @contextmanager
 def keep_weight_casts() -> Iterator[None]:
-    """Keep autocast's cached weight copies when autocast contexts end within the block.
-
-    A backward on a GPU needs this block if it recomputes layers. It runs in another thread, outside
-    `weight_cast_cache`. Autocast would clear the cache, which all threads share, when the first context in that thread
-    ends.
-    """
+    """Keep autocast's cached weight copies when an autocast context ends in the `with` block."""
+    # A backward on a GPU runs in another thread, outside of `weight_cast_cache`. In a backward that recomputes layers,
+    # autocast would clear the cache of all threads when the first context in that thread ends.
     torch.autocast_increment_nesting()
     try:
         yield
@@ -94,10 +87,7 @@ def _with_care(autocast: torch.autocast) -> Iterator[None]:
 
 
 class _CacheGuard(TorchFunctionMode):
-    """Torch function mode that disables autocast's weight cache while gradients are disabled.
-
-    For example, the forward of an autograd function runs with gradients disabled.
-    """
+    """Torch function mode that disables autocast's weight cache while gradients are disabled."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # The common case comes first, for speed. `torch.compile` traces code without this mode.

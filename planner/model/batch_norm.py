@@ -57,9 +57,7 @@ class BatchStatistics:
         self.watch(modules)
 
     def watch(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
-        """Add the batch normalizations among `modules` to those whose statistics are collected.
-
-        They may belong to another stage, because all stages of a process share one collector.
+        """Collect the statistics of the batch normalizations in `modules`, too.
 
         Args:
             modules: Pairs of a module's path and the module.
@@ -146,7 +144,7 @@ class _NormCall:
 
     It has dtype float64, because the variance is a small difference of large sums."""
     squares: Tensor
-    """Sum of the squares of the same values, in float64."""
+    """Sum of the squares of the input's values per channel, in float64."""
     new: int = 0
     """Number of values per channel from which `mean` and `variance` were computed; 0 before the layer has run."""
     count: int = 0

@@ -38,7 +38,7 @@ def restore_forward(module: nn.Module, forward: Any) -> None:
 
     Args:
         module: The module.
-        forward: The former `forward` in the module's own attributes; None if only the module's class defined one.
+        forward: Former `forward` in the module's `__dict__`; None if there was none.
     """
     if forward is None:
         module.__dict__.pop("forward", None)

@@ -66,7 +66,7 @@ class SecondForward:
 
     recording: Recording
     storages: Mapping[AttributeKey, frozenset[int]]
-    """For each attribute, the storages of its tensors after the first forward, by their numbers in `recording`."""
+    """For each attribute, the numbers in `recording` of its tensors' storages after the first forward."""
     fixed: frozenset[AttributeKey]
     """Attributes whose tensors every stage can compute itself, such as a mask that a module caches."""
 

@@ -81,10 +81,7 @@ class Chain:
         return self.names[:-1] if self.outline is None else self.outline.ends
 
     def modules(self, layer: int) -> tuple[str, ...]:
-        """Return the paths of a layer's modules, in execution order.
-
-        The result is empty if the layer is a single module, whose path is the layer's name.
-        """
+        """Return the paths of a layer's modules in execution order; empty if the layer is a single module."""
         name = self.layers[layer].name
         modules = (name,) if self.outline is None else self.outline.modules[layer]
         return () if modules == (name,) else modules
@@ -173,9 +170,7 @@ def chain_from_outline(outline: ModelOutline, model: nn.Module) -> Chain:
 
 
 def register_at_path(root: nn.Module, name: str, module: nn.Module) -> None:
-    """Register `module` in `root`, under the dotted path that `module` has in a model.
-
-    Its parameters then have the same names in `root` as in the model.
+    """Register `module` in `root` under its dotted path in the model, so that parameters keep their names.
 
     Args:
         root: Module that becomes an ancestor of `module`.

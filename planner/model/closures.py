@@ -3,8 +3,8 @@
     mask = torch.rand(8, 8) > 0.5
     layer.weight.register_hook(lambda gradient: gradient * mask)
 
-In this example, no module holds `mask`. The search finds it by following references between Python objects: attributes,
-containers, closures and default arguments of functions, bound objects, and modules that are hidden in any of these.
+In this example, no module holds `mask`. The search follows references between Python objects, such as attributes,
+closures and default arguments.
 """
 
 from collections import deque

@@ -62,13 +62,10 @@ def configuration_module(path: str) -> ModuleType:
 
 
 def _language_configuration(transformers: ModuleType, path: str) -> tuple[Any, bool]:
-    """Return the configuration of the language model, and True if it is a part of a larger model.
-
-    The cache of keys and values is disabled, because training does not use it.
-    """
+    """Return the configuration of the language model, and True if the language model is a part of a larger model."""
     whole = transformers.AutoConfig.from_pretrained(path)
     configuration = whole.get_text_config()
-    configuration.use_cache = False
+    configuration.use_cache = False  # training does not use the cache of keys and values
     return configuration, configuration is not whole
 
 

@@ -1,7 +1,6 @@
 """Choose a loss if the user's file has no `loss_fn`: the output's `.loss`, its only scalar, or its mean.
 
-The output of an example batch decides between these three, and the choice is kept for all later outputs. Two scalars
-that could be the loss are an error, because the user means only one of them.
+The first output decides, and the choice is kept for all later outputs. Two scalars that could be the loss are an error.
 """
 
 from collections.abc import Sequence
@@ -103,10 +102,6 @@ def _own_loss(output: Any) -> Tensor | None:
 
 
 def _is_scalar(tensor: Tensor, beside: Sequence[Tensor]) -> bool:
-    """Return True if a tensor with one element can be a loss.
-
-    A tensor of shape (1,) or (1, 1) may also be the output for one sample. So it counts only if another tensor in
-    `beside` has several samples.
-    """
+    # A tensor of shape (1,) or (1, 1) may be the output for one sample, unless another tensor has several samples.
     of_several = any(other.numel() and other.shape[:1] > (1,) for other in beside)
     return tensor.ndim == 0 or (tensor.numel() == 1 and of_several)

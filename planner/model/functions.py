@@ -20,11 +20,7 @@ Interceptor = Callable[[FunctionCall, Callable[[], Any]], Any]
 
 
 class FunctionWatch(TorchFunctionMode):
-    """Torch function mode that intercepts function calls of a module's own code.
-
-    Torch keeps modes in a stack. The model's code may enter and leave other modes at any time, so this mode is inserted
-    below the modes of the model's code.
-    """
+    """Torch function mode that intercepts function calls of a module's own code."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,12 +33,13 @@ class FunctionWatch(TorchFunctionMode):
         """Replace each following call of a torch function by a call of `run`.
 
         Args:
-            run: Function that gets the identification of the call and a function that makes it, and returns the result.
+            run: Function of the call's identification and of a function that makes the call; returns the result.
         """
         if self._run is not None:
             return  # A function that calls modules is running. Torch removed the mode and restores it after the call.
         self._run = run
         self._counts.clear()
+        # The model's code may enter and leave other modes at any time, so this mode is inserted below them.
         modes = _empty_mode_stack()
         for mode in (*modes[: self._depth], self, *modes[self._depth :]):
             _push_mode(mode)

@@ -199,7 +199,7 @@ def _without_computed(value: Any, visited: set[int]) -> Any:
 
 
 def storage_of(tensor: Tensor) -> torch.UntypedStorage:
-    """Return the storage of a tensor. Views of one tensor share its storage, also if it has no values (`Ghost`)."""
+    """Return the storage of a tensor, also of a tensor without values (`Ghost`). Views share a storage."""
     if not isinstance(tensor, Ghost):
         return tensor.untyped_storage()
     if tensor.fake_tensor.is_sparse:
@@ -225,7 +225,7 @@ def storage_key(tensor: Tensor) -> int:
 
 
 def memory_key(tensor: Tensor) -> tuple[object, ...]:
-    """Return a key that is equal for tensors that cover the same memory in the same order, while they exist."""
+    """Return a key that existing tensors share if they have the same storage, offset, shape and strides."""
     return storage_key(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()
 
 

@@ -21,11 +21,10 @@ _PIECE = 2**20
 
 
 def keep_gradients_in_files(parameters: Iterable[nn.Parameter], folder: Path) -> None:
-    """Move each large gradient to a file after every backward that adds to it.
+    """Move each large gradient to a file in `folder` after every backward that adds to the gradient.
 
-    If the parameter's memory is mapped to a file, its pages are released too, because backward no longer needs them.
-    All other hooks on the parameters must be registered before this call. No file stays in `folder`: each is removed as
-    soon as it is mapped, and its space is freed with the gradient.
+    All other hooks on the parameters must be registered before this call. No file has to be removed: the space of a
+    file is freed with the gradient.
     """
     for parameter in parameters:
         if parameter.requires_grad and parameter.nbytes >= _LEAST_BYTES:

@@ -44,8 +44,7 @@ def match_layout(tensor: Tensor, like: Tensor) -> Tensor:
 def in_memory_order(tensor: Tensor) -> Tensor:
     """Return a contiguous view of a tensor's memory, for a transfer.
 
-    Dimensions are permuted to their order in memory. Unless `tensor` is already contiguous, the result has no autograd
-    history.
+    The dimensions of the view are in memory order. The view may lack an autograd history.
     """
     if tensor.is_contiguous() or (order := _order(tensor)) == tuple(range(tensor.dim())):
         return tensor

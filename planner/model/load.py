@@ -71,7 +71,7 @@ class LoadedModel:
     train_batches: Callable[[int], Iterable[Any]] | None
     optimizer_name: str
     loss_count: Callable[[Any], Any] | None = None
-    """Function from targets to the number of items over which `loss_fn` averages; None if these are the samples."""
+    """Function from targets to the number of items over which `loss_fn` averages; None if the items are samples."""
     counted_labels: CountedLabels = ""
     """Labels over which the model averages its own loss; see `planner.core.values.profile.Model.counted_labels`."""
     granularity: Granularity = "coarse"

@@ -28,7 +28,7 @@ def named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def attribute_tensors(module: nn.Module) -> list[Tensor]:
-    """Return tensors, except parameters and buffers, in attributes of modules and in lists and dicts there."""
+    """Return the tensors in plain attributes, or in their lists and dicts, that are no parameters or buffers."""
     held = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
     leaves = [leaf for part in module.modules() for _, value in _attributes(part) for leaf in tree_leaves(value)]
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in held]
@@ -41,12 +41,10 @@ def move_attribute_tensors(module: nn.Module, move: Callable[[Tensor], Tensor]) 
 
 
 def replace_tensors(module: nn.Module, other: Callable[[Tensor], Tensor]) -> list[_Change]:
-    """Replace every parameter and buffer by `other(tensor)`; tied tensors stay tied.
-
-    References to them in plain attributes are replaced too.
+    """Replace every parameter and buffer by `other(tensor)`, also in plain attributes; tied tensors stay tied.
 
     Returns:
-        For each changed plain attribute: the attribute dict of its module, its name, and its former value.
+        For each changed plain attribute: the module's attribute dict, the attribute's name and its former value.
     """
     # The old tensors are kept as well, because the id of a freed tensor could be reused.
     replacements: dict[int, tuple[Tensor, Tensor]] = {}
@@ -84,10 +82,8 @@ def copy_buffers_temporarily(module: nn.Module) -> AbstractContextManager[None]:
 
 @contextmanager
 def parameters_as_ghosts(module: nn.Module) -> Iterator[None]:
-    """Replace parameters and buffers in the `with` block by ghosts (tensors without values). Tied tensors stay tied.
-
-    Meta tensors in plain attributes are replaced too, because autocast ignores meta tensors.
-    """
+    """Replace parameters and buffers in the `with` block by ghosts (tensors without values). Tied tensors stay tied."""
+    # Meta tensors in plain attributes are replaced too, because autocast ignores meta tensors.
     with replace_tensors_temporarily(module, _ghost):
         loose = {id(tensor): _ghost(tensor) for tensor in attribute_tensors(module) if tensor.is_meta}
         changed = replace_attribute_tensors(module, lambda tensor: loose.get(id(tensor), tensor))
@@ -106,12 +102,10 @@ def copy_attributes(parameter: Tensor, other: Tensor) -> None:
 
 
 def replace_attribute_tensors(module: nn.Module, other: Callable[[Tensor], Tensor]) -> list[_Change]:
-    """Replace tensors in plain attributes, and in lists and dicts there, by `other(tensor)`.
-
-    These tensors may also be parameters and buffers.
+    """Replace all tensors in plain attributes, and in their lists and dicts, by `other(tensor)`.
 
     Returns:
-        For each changed attribute: the attribute dict of its module, its name, and its former value.
+        For each changed attribute: the module's attribute dict, the attribute's name and its former value.
     """
     changed: list[_Change] = []
     for part in module.modules():

@@ -1,7 +1,6 @@
 """Flatten and rebuild nested values: tuples, lists, dicts and dataclasses that models take and return.
 
-Torch's pytrees do not serve this purpose. They know only registered types, and they flatten a key-value cache, which
-must stay one object because it is changed in place while other code refers to it.
+Torch's pytrees know only registered types. They also flatten key-value caches, which must stay one object.
 """
 
 import dataclasses

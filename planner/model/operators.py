@@ -37,7 +37,7 @@ class OperatorWatch(TorchDispatchMode):
 
 
 def written_tensors(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[Tensor]:
-    """Yield the arguments of an operator that it overwrites.
+    """Yield the tensors among an operator's arguments that the operator overwrites.
 
     Args:
         func: The operator.

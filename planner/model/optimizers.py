@@ -55,8 +55,7 @@ class WholeModelOptimizer:
     """Optimizer of a whole model, built in a process that has only some of the parameters.
 
     The builder gets all parameters, in the order of `model.parameters()`, so that it can select them by position.
-    Parameters of other processes have a shape and no memory. They are removed from their groups after the optimizer is
-    built. Groups that are then empty are not removed.
+    Parameters of other processes have a shape and no memory. They are removed from the optimizer after it is built.
 
     Args:
         build: Function that builds the optimizer from parameters.
@@ -130,10 +129,7 @@ def _placeholder(parameter: Tensor) -> nn.Parameter:
 
 
 def _remove_other_parameters(group: dict[str, Any], kept_ids: Collection[int]) -> None:
-    """Remove all parameters except those in `kept_ids` from a group.
-
-    The list is changed in place, because the optimizer may have other references to it.
-    """
+    # The list is changed in place, because the optimizer may have other references to it.
     chosen = [n for n, p in enumerate(group["params"]) if id(p) in kept_ids]
     for key in ("params", "param_names"):
         if key in group:

@@ -83,7 +83,7 @@ class ModelOutline:
     note_on_missing_cuts: str
     """Note that many cuts are not possible, with a reason; empty if nearly all useful cuts are possible."""
     sent_results: tuple[FunctionResult, ...]
-    """Results of the model's own code that may be sent across the cuts after them (`planner.model.sent_results`)."""
+    """Results of the model's own code that may be sent across cuts (`planner.model.sent_results`)."""
     missing: tuple[frozenset[int], ...]
     """For each cut, the leaves of the model's output that the loss does not read and later stages cannot compute."""
 
@@ -107,7 +107,7 @@ class ModelOutline:
         return (self.cuts[first - 1] if first else 0), (self.cuts[end - 1] if end <= len(self.cuts) else END)
 
     def received(self, layer: int) -> tuple[int, ...]:
-        """Return the indices in `Recording.values` of the tensors that `layer` receives. It must not be the first."""
+        """Return the indices in `Recording.values` of the tensors that `layer` receives (not for the first layer)."""
         return self.crossings[layer - 1]
 
     def shape_of(self, index: int, batch_size: int) -> tuple[int, ...]:
@@ -115,7 +115,7 @@ class ModelOutline:
         return shape_at(self.shapes[index], batch_size)
 
     def batch_size_of(self, indices: Sequence[int], tensors: Sequence[Tensor]) -> int:
-        """Return the number of samples in a batch, given some of its tensors with their indices in the recording."""
+        """Return the number of samples in a batch, from some tensors and their indices in `Recording.values`."""
         for index, tensor in zip(indices, tensors, strict=True):
             # Only a dimension that grows with the batch determines the size; those of a common mask are constant.
             for a, b, length in zip(*self.shapes[index], tensor.shape, strict=True):
@@ -125,7 +125,7 @@ class ModelOutline:
         return SIZES[0]
 
     def meta_inputs(self, layer: int, batch_size: int) -> tuple[Tensor, ...]:
-        """Return meta tensors like those that `layer`, which is not the first, receives for `batch_size` samples."""
+        """Return meta tensors like the inputs of `layer` for `batch_size` samples (not for the first layer)."""
         return tuple(self._meta(value, batch_size) for value in self.received(layer))
 
     @property

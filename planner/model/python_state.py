@@ -10,9 +10,7 @@ values themselves. Each value becomes a number, which is identified by its path:
 
 The search follows containers, objects of user-defined classes, modules in plain attributes, closures, defaults and
 attributes of functions, class attributes, attributes of tensors, local variables of generator functions, and schedules
-of learning rates. A tensor of at most 1 MiB becomes the sum of its absolute values, and its name gets the suffix
-`.tensor`. It counts only if it exists before the first forward (`without_leftover_tensors`). Other tensors may be
-results that a forward left behind.
+of learning rates. A tensor of at most 1 MiB becomes the sum of its absolute values, with the name `PATH.tensor`.
 """
 
 import functools
@@ -76,7 +74,7 @@ def numbers_in_attributes(modules: Mapping[str, nn.Module]) -> dict[str, float]:
 
 
 def numbers_in_fields(owner: str, fields: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers in the fields of an object, by the name of their owner and the field."""
+    """Return the numbers in the `fields` of an object. Names begin with `owner`."""
     numbers: dict[str, float] = {}
     _add_fields(numbers, owner, fields, 0)
     return numbers
@@ -105,7 +103,8 @@ def numbers_in_user_files(model: nn.Module, loss_fn: Callable[..., Any]) -> dict
 
 
 def without_leftover_tensors(numbers: Mapping[str, float], kept: Container[str]) -> dict[str, float]:
-    """Return `numbers` without sums of tensors (names ending in `.tensor`) whose names are not in `kept`."""
+    """Return `numbers` without the entries `PATH.tensor` that are not in `kept`."""
+    # A tensor that did not exist before the first forward may be a result that a forward left behind.
     return {name: number for name, number in numbers.items() if not name.endswith(TENSOR) or name in kept}
 
 
@@ -283,7 +282,7 @@ def global_names(code: CodeType) -> set[str]:
 
 
 def user_files(model: nn.Module, loss_fn: Callable[..., Any] | None) -> list[ModuleType]:
-    """Return the user's Python modules that define the model and its loss, and their imports."""
+    """Return the user's Python modules that define the model and its loss, and the user's modules they import."""
     waiting = sorted({type(module).__module__ for module in model.modules()} | {getattr(loss_fn, "__module__", "")})
     files: dict[str, ModuleType] = {}
     while waiting:

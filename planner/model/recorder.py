@@ -1,4 +1,4 @@
-"""Record one forward of a model, if possible on ghosts of its parameters. `recording.py` defines all terms."""
+"""Record one forward of a model. `recording.py` defines all terms."""
 
 import sys
 from collections.abc import Callable
@@ -98,12 +98,11 @@ def _attribute_states(recorder: "_ForwardRecorder", model: nn.Module, inputs: An
 
 
 class _ForwardRecorder:
-    """Recorder of one forward.
+    """Recorder of one forward."""
 
-    A version is the content of a storage between two writes. It is tainted if it depends on a parameter, a
-    floating-point input or a random number. Untainted versions, such as a mask of positions, can be computed in every
-    stage.
-    """
+    # A version is the content of a storage between two writes. It is tainted if it depends on a parameter, a
+    # floating-point input or a random number. Untainted versions, such as a mask of positions, can be computed in every
+    # stage.
 
     def __init__(self, model: nn.Module) -> None:
         self.recording = Recording()
@@ -162,7 +161,7 @@ class _ForwardRecorder:
         self.recording.inputs, self.recording.input_nest = tuple(noted), nest
 
     def note_outputs(self, output: Any, addresses: set[int] | None) -> None:
-        """Record the outputs. Only those with an address in `addresses` count as used; if `addresses` is None, all."""
+        # Only outputs with an address in `addresses` count as used; if `addresses` is None, all do.
         leaves, nest = flatten(output)
         versions = [self._version_of(leaf) if isinstance(leaf, Tensor) else -1 for leaf in leaves]
         used = {version for version in versions if version >= 0}
@@ -390,4 +389,4 @@ class _ForwardRecorder:
 
 
 def _forget(_: Any) -> Any:
-    """Return None in place of a tensor, so that autograd does not keep the tensor."""
+    return None

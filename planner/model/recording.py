@@ -55,9 +55,7 @@ class ModuleCall:
     changes: tuple[AttributeChange, ...] = ()
     """Attribute changes that the call made."""
     function_region: int = -1
-    """Index in `Recording.regions` of the outermost autograd function whose forward made the call; -1 if there is none.
-
-    Results of such a call have no graph."""
+    """Index in `Recording.regions` of the outermost autograd function around the call; -1 if there is none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,7 +162,7 @@ class Recording:
     """Names of the parameters and buffers that the model returns unchanged, such as learned weights of losses."""
     output_nest: Nest = field(default_factory=Nest)
     states: tuple[CarriedState, ...] = ()
-    """State that the model keeps from one forward to the next."""
+    """Tensors that the model keeps from one forward to the next."""
     reused_tables: dict[tuple[str, tuple[Any, ...]], int] = field(default_factory=dict)
     """For each attribute with a cached table, or with its length: the position where the call that sets it ends."""
     draws_on_host: bool = False

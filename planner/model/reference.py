@@ -8,10 +8,8 @@
 
 The loop uses no code of the executor. It differs from a usual loop in two ways, so that a pipeline can equal it:
 
-- Every layer draws random numbers from its own seed (`planner.model.seeding`), like the layers of a pipeline. Torch's
-global module hooks set this seed. The model's own hooks are not modified.
-- Running statistics of batch normalization are those of the whole mini-batch (docs/cost-model.md). They are computed
-from the layers' inputs.
+- Every layer draws random numbers from its own seed (`planner.model.seeding`).
+- Running statistics of batch normalization are those of the whole mini-batch (docs/cost-model.md).
 
 In each step, the state is written to a file after the backward and after the optimizer's update.
 
@@ -195,7 +193,7 @@ def _loss(
 def mini_batch(loaded: LoadedModel, options: ReferenceOptions, step: int) -> Batch:
     """Return the example mini-batch of a step, with the samples of all micro-batches.
 
-    It depends only on the seed and the step.
+    The mini-batch depends only on the seed and the step.
 
     Args:
         loaded: The model.
@@ -319,7 +317,7 @@ def _weights(loaded: LoadedModel, batches: Sequence[Batch]) -> list[float]:
 
 
 def _unscale(trained: Sequence[nn.Parameter], scale: float) -> float:
-    """Divide gradients by the loss scale, or delete all if one overflowed. Return the loss scale of the next step."""
+    """Divide gradients by the loss scale; delete all gradients if one overflowed. Return the scale of the next step."""
     if scale == 1.0:
         return scale
     gradients = [parameter.grad for parameter in trained if parameter.grad is not None]

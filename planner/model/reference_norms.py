@@ -13,9 +13,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 def whole_mini_batch_statistics(model: nn.Module) -> Iterator[None]:
     """Update running statistics of batch normalization once for a mini-batch.
 
-    The micro-batches of the mini-batch run in the `with` block. When it ends, their updates are undone. Then each
-    layer's statistics are updated once, with the mean and the unbiased variance of the layer's inputs in all
-    micro-batches. A layer that is called several times in a forward is updated once for each of these calls.
+    The micro-batches run in the `with` block. At its end, the statistics of each layer are updated with the mean and
+    the unbiased variance of the layer's inputs in all micro-batches.
     """
     norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.training and m.running_mean is not None]
     before = {norm: {name: buffer.clone() for name, buffer in norm.named_buffers()} for norm in norms}
@@ -40,7 +39,8 @@ def whole_mini_batch_statistics(model: nn.Module) -> Iterator[None]:
             hook.remove()
     for norm in norms:
         for name, buffer in norm.named_buffers():
-            buffer.copy_(before[norm][name])
+            buffer.copy_(before[norm][name])  # undoes the updates of the micro-batches
+        # A layer that is called several times in a forward is updated once for each of these calls.
         num_calls = len(seen[norm]) // max(1, len(forwards))
         for call in range(num_calls):
             _update(norm, torch.stack(seen[norm][call::num_calls]).sum(0))

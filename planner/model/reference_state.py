@@ -145,7 +145,7 @@ def optimizer_state(
 ) -> tuple[dict[str, Tensor | None], dict[str, dict[str, float]]]:
     """Return an optimizer's state for `named` parameters, and the numeric options of each parameter's group.
 
-    The state consists of tensors, by `optimizer:PARAMETER:KEY`.
+    Keys of the state are `optimizer:PARAMETER:KEY`.
     """
     names: dict[int, list[str]] = {}
     for name, parameter in named.items():

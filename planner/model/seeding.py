@@ -58,10 +58,8 @@ def seeded_draws(seed: int) -> Iterator[None]:
 
 
 def preserve_torch_generators() -> AbstractContextManager[None]:
-    """Return a context manager that restores torch's random generators, of the host and of the accelerator in use.
-
-    CUDA is not initialized if it is not in use, because processes that are forked later could then not use it.
-    """
+    """Return a context manager that restores torch's random generators, of the host and of the accelerator in use."""
+    # This must not initialize CUDA, because processes that are forked later could then not use it.
     device = accelerator_in_use()
     return torch.random.fork_rng(devices=[] if device is None else [device.device])
 

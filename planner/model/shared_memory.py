@@ -32,8 +32,7 @@ class _MemorySpan(NamedTuple):
 def check_separate_memory(layers: Sequence[Layer]) -> None:
     """Raise a `ModelError` if a trained parameter shares memory with another tensor of another layer.
 
-    In one process, an update of the parameter also changes the other tensor, but stages have separate memory. One
-    parameter that several layers use is no problem.
+    A parameter that several layers use is allowed.
     """
     by_storage: dict[int, list[_MemorySpan]] = {}
     for span in _spans(layers):

@@ -35,7 +35,7 @@ class SkippedModule:
 
 
 def repeated_layers(keys: Sequence[Hashable]) -> list[int]:
-    """Return the indices of layers that can be skipped, given a key for each layer that is the same for equal layers.
+    """Return the indices of layers that can be skipped. Equal layers have equal `keys`.
 
     If a group of layers repeats, all its copies except two can be skipped.
     """

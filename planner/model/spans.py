@@ -83,9 +83,8 @@ def assign_unread_tensors(
 ) -> tuple[frozenset[str], ...]:
     """Return the names of each layer's parameters and buffers, including those that the recorded forward did not read.
 
-    An unread tensor, such as that of an unused expert, is assigned to the layer in which the first call of its module
-    begins. If the module was not called, the nearest enclosing module that was called counts. If there is none, the
-    tensor is assigned to the first layer.
+    A tensor that was not read, such as a weight of an unused expert, belongs to the layer that first calls the tensor's
+    module or the nearest enclosing module.
 
     Args:
         model_tensors: For each layer, the names of the parameters and buffers that it reads.
@@ -107,6 +106,7 @@ def assign_unread_tensors(
         if name in read_names or id(tensor) in placed:
             continue
         path = name.rpartition(".")[0]
+        # If no enclosing module was called, the tensor is assigned to the first layer.
         while path and path not in layer_of:
             path = path.rpartition(".")[0]
         complete[layer_of.get(path, 0)] |= {name}

@@ -11,10 +11,10 @@ releases the graph. W builds a separate graph that leads straight to the paramet
 
 A function mode intercepts the operators, whether modules call them or not. Some weight gradients are computed in I:
 
-- those of operators in compiled code, which the mode cannot intercept,
-- those of weights that are not parameters themselves, but are computed from parameters,
-- those of parameters with hooks, and
-- those of all parameters of a stage if its modules have backward hooks.
+- for operators in compiled code, which the mode cannot intercept
+- for weights that are computed from parameters
+- for parameters with hooks
+- for all parameters of a stage whose modules have backward hooks
 
 A backward that a model runs within its forward is not split.
 
@@ -91,10 +91,11 @@ class SplitBackward:
     """Backward of a stage in two passes: input gradients (I) and weight gradients (W).
 
     Args:
-        counts_only: Function that gets a hook on a parameter, and returns True if the hook does not read the gradient.
-            Autograd calls such a hook in I already, before the gradient is complete. By default, hooks count as reading
-            the gradient.
+        counts_only: Function that returns True for a hook that does not read the parameter's gradient. By default, all
+            hooks count as reading it.
     """
+
+    # Autograd calls hooks on parameters in I already, before the gradient is complete.
 
     def __init__(self, counts_only: Callable[[Callable[..., Any]], bool] = lambda _: False) -> None:
         self._counts_only = counts_only
@@ -105,7 +106,7 @@ class SplitBackward:
 
     @contextmanager
     def weight_cast_cache(self) -> Iterator[None]:
-        """In the `with` block, cache autocast's copies of those weights whose gradients are computed later."""
+        """Cache autocast's copies of weights with deferred gradients in the `with` block."""
         self._casts = {}
         try:
             yield
@@ -115,12 +116,12 @@ class SplitBackward:
     def splitting(self, *modules: nn.Module) -> AbstractContextManager[Any]:
         """Return the context manager for a forward of `modules` whose backward is split.
 
-        If they have backward hooks, which may read or change gradients of parameters, pass I computes all gradients.
+        If the modules have backward hooks, pass I computes all gradients.
         """
         return nullcontext() if _have_backward_hooks(modules) else self._mode
 
     def backward_input(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> DeferredUses:
-        """Run pass I: compute all gradients except deferred weight gradients, which are returned for `backward_weight`.
+        """Run pass I: compute gradients, and return the deferred weight gradients for `backward_weight`.
 
         The forward that computed `outputs` must have run in the context manager `splitting`.
         """

@@ -63,7 +63,7 @@ class StandInFactory:
         self._device = device if self._with_ghosts else torch.device("cpu")
 
     def missing_result(self, value: int) -> Tensor:
-        """Return a stand-in for `Recording.values[value]`, a result of an earlier call that the stage does not get."""
+        """Return a stand-in for the tensor `Recording.values[value]`, which the stage does not receive."""
         recording = self._part.outline.recording
         storage, meta = recording.values[value]
         shape = self._part.outline.shape_of(value, self._size)
@@ -123,7 +123,7 @@ class StandInFactory:
 
     @contextmanager
     def in_model(self, names: Sequence[str]) -> Iterator[None]:
-        """Replace the parameters and buffers with these names by stand-ins in the `with` block."""
+        """Replace the parameters and buffers `names` by stand-ins in the `with` block."""
         replaced: list[tuple[dict[str, Any], str, Any]] = []
         for full in names:
             path, _, name = full.rpartition(".")

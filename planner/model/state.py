@@ -1,7 +1,7 @@
 """Locate the state that a forward of layers may change.
 
 Running statistics of batch normalization are excluded, because the executor updates them once per mini-batch
-(`planner.model.batch_norm`). The profile includes the memory in which it collects them (`batch_norm_statistics_bytes`).
+(`planner.model.batch_norm`).
 """
 
 from collections.abc import Iterable, Iterator

@@ -31,7 +31,7 @@ _MOST_BYTES = 2**20
 
 @contextmanager
 def undo_variable_changes(model: nn.Module, loss_fn: Callable[..., Any] | None = None) -> Iterator[None]:
-    """Restore module attributes and variables of the files of model and loss when the `with` block ends."""
+    """Restore attributes of modules, and variables of the user's files, when the `with` block ends."""
     attributes = AttributeSnapshot(model.named_modules())
     variables = [_Variables.of(container) for container in _containers(model, loss_fn)]
     try:

@@ -41,10 +41,8 @@ class Product:
         return self.call(operands)
 
     def input_gradient(self, gradient: Tensor, operands: Operands) -> Tensor:
-        """Return the gradient of the input: `gradient` times the transposed weight.
-
-        It is computed like `mm_mat1_backward` of torch's FunctionsManual.cpp.
-        """
+        """Return the gradient of the input: `gradient` times the transposed weight."""
+        # Like `mm_mat1_backward` of torch's FunctionsManual.cpp.
         rows, factor = _rows(gradient), self._factor(operands.weight)
         # A column-major x gets a column-major gradient.
         if _is_by_columns(_rows(operands.x)):
@@ -54,9 +52,9 @@ class Product:
     def weight_gradients(self, gradient: Tensor, operands: Operands) -> tuple[Tensor, Tensor | None]:
         """Return the gradients of the weight and of the bias (None without a bias).
 
-        That of the weight is the transposed input times `gradient`, computed like `mm_mat2_backward` of torch's
-        FunctionsManual.cpp. That of the bias is the sum of `gradient` over rows.
+        The weight's gradient is the transposed input times `gradient`. The bias's is the sum of `gradient` over rows.
         """
+        # Like `mm_mat2_backward` of torch's FunctionsManual.cpp.
         rows, inputs = _rows(gradient), _rows(operands.x)
         by_columns = _is_by_columns(self._factor(operands.weight))
         product = rows.t().mm(inputs).t() if by_columns else inputs.t().mm(rows)
@@ -129,7 +127,7 @@ and bias."""
 
 
 class WeightOperatorCall(NamedTuple):
-    """Call of a weight operator. Its operands are arguments of the call, whose types have not been checked."""
+    """Call of a weight operator. The types of the operands have not been checked."""
 
     operator: WeightOperator
     operands: Operands
