@@ -71,6 +71,10 @@ def build_optimizer(ps):
     return torch.optim.AdamW(ps, lr=1e-2)
 
 
+def build_model():
+    return Net()
+
+
 class Block(nn.Module):
     def __init__(self, d=D):
         super().__init__()

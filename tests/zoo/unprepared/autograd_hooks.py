@@ -21,9 +21,6 @@ class Net(nn.Module):
         for b in self.blocks:
             x = b(x, gain=0.9)
         return self.out(x)
-
-def build_model():
-    return Net()
 """,
     "hook_on_the_accumulation_node": """
 def build_model():
@@ -277,8 +274,5 @@ class Net(nn.Module):
         for b in self.blocks:
             x = b(x)
         return self.out(x)
-
-def build_model():
-    return Net()
 """,
 }

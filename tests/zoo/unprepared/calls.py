@@ -12,9 +12,6 @@ class Net(nn.Module):
     def forward(self, x):
         h = self.net[:2](x)
         return self.net[2:](torch.tanh(h)) + 0.1 * h
-
-def build_model():
-    return Net()
 """,
     "forward_called_directly": """
 class Net(nn.Module):
@@ -26,9 +23,6 @@ class Net(nn.Module):
         for b in self.blocks:
             x = b.forward(x)
         return self.out.forward(x)
-
-def build_model():
-    return Net()
 """,
     "modules_made_in_forward": """
 class Net(nn.Module):
@@ -39,9 +33,6 @@ class Net(nn.Module):
     def forward(self, x):
         x = nn.Dropout(0.2)(nn.LayerNorm(D)(self.a(x)))
         return self.c(nn.Softmax(dim=1)(self.b(x)))
-
-def build_model():
-    return Net()
 """,
     "forward_set_in_init": """
 class Net(nn.Module):
@@ -54,9 +45,6 @@ class Net(nn.Module):
         for b in self.blocks:
             x = b(x)
         return self.out(x)
-
-def build_model():
-    return Net()
 """,
     "forward_set_in_blocks": """
 class Chosen(nn.Module):
@@ -95,9 +83,6 @@ class Net(nn.Module):
         for c in self.children_:
             x = c(x)
         return x
-
-def build_model():
-    return Net()
 """,
     "modules_in_a_plain_list": """
 class Net(nn.Module):
@@ -111,9 +96,6 @@ class Net(nn.Module):
         for b in self.hidden:
             x = b(x)
         return self.out(x)
-
-def build_model():
-    return Net()
 """,
     "recursion_over_a_tree": """
 class Tree(nn.Module):
@@ -148,9 +130,6 @@ class Net(nn.Module):
         for name in self.path:
             x = self.parts[name](x)
         return self.parts["out"](x)
-
-def build_model():
-    return Net()
 """,
     "task_by_the_data": """
 class Net(nn.Module):
@@ -161,9 +140,6 @@ class Net(nn.Module):
     def forward(self, x, task):
         h = self.body(x)
         return self.heads["x" if float(task.float().mean()) > 0.5 else "y"](h)
-
-def build_model():
-    return Net()
 
 def example_batch(n):
     x = torch.randn(n, D)
@@ -182,9 +158,6 @@ class Net(nn.Module):
 
     def forward(self, x):
         return self.out(sum(self.levels(x)))
-
-def build_model():
-    return Net()
 """,
     "methods_and_keywords": """
 class Net(nn.Module):
@@ -208,9 +181,6 @@ class Net(nn.Module):
         keep = []
         h = self.encode(x, keep=keep)
         return self.out(self.decode(h, *keep, unused=1))
-
-def build_model():
-    return Net()
 
 def example_batch(n):
     x = torch.randn(n, D)
@@ -277,9 +247,6 @@ class Net(nn.Module):
     @traced
     def forward(self, x):
         return self.c(self.b(self.a(x) + self.probe(x)))
-
-def build_model():
-    return Net()
 """,
     "packed_sequence_between_blocks": """
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
@@ -294,9 +261,6 @@ class Net(nn.Module):
         p = pack_padded_sequence(self.emb(ids), sizes.cpu(), batch_first=True, enforce_sorted=False)
         p = self.two(self.one(p)[0])[0]
         return self.out(pad_packed_sequence(p, batch_first=True, total_length=6)[0])
-
-def build_model():
-    return Net()
 
 def example_batch(n):
     ids = torch.randint(10, (n, 6))
@@ -335,8 +299,5 @@ class Net(nn.Module):
         for i in self.order.argsort().tolist():
             x = x + self.order[i] * self.blocks[i](x)
         return self.out(x)
-
-def build_model():
-    return Net()
 """,
 }

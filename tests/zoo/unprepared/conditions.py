@@ -210,9 +210,6 @@ class Net(nn.Module):
         s = self.side(h)
         return self.out(self.main(h)), s
 
-def build_model():
-    return Net()
-
 CALLS = [0]
 
 def loss_fn(out, y):
@@ -231,9 +228,6 @@ class Net(nn.Module):
 
     def forward(self, x):
         return self.one(x), self.other(x)
-
-def build_model():
-    return Net()
 
 def loss_fn(out, y):
     loss_fn.calls += 1

@@ -123,9 +123,6 @@ class Net(nn.Module):
         for b in self.blocks:
             x = b(x)
         return x
-
-def build_model():
-    return Net()
 """,
     "queue_in_a_deque": """
 from collections import deque
@@ -170,9 +167,6 @@ class Net(nn.Module):
         for b in self.blocks:
             x = b(x)
         return self.out(x)
-
-def build_model():
-    return Net()
 """,
     "mask_cache_in_a_global_by_shape": """
 MASKS = {}
@@ -198,9 +192,6 @@ class Net(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return self.head(x)
-
-def build_model():
-    return Net()
 
 def example_batch(n):
     x = torch.randn(n, 5, D)

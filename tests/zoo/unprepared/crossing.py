@@ -21,9 +21,6 @@ class Net(nn.Module):
         for layer in self.layers:
             x, code = layer(x, code)
         return self.out(x)
-
-def build_model():
-    return Net()
 """
 
 MODELS = {
@@ -56,9 +53,6 @@ class Net(nn.Module):
         for layer in self.layers:
             x, head = layer(x, head)
         return self.out(torch.cat([x, head], 1))
-
-def build_model():
-    return Net()
 """,
     "skip_changed_in_place_later": """
 class Doubles(nn.Module):
@@ -81,9 +75,6 @@ class Net(nn.Module):
         for layer in self.layers:
             h = layer(h * 1) + h
         return h
-
-def build_model():
-    return Net()
 """,
     "twice_the_same_tensor": """
 class Twice(nn.Module):
@@ -128,9 +119,6 @@ class Net(nn.Module):
             x, total, extra, _ = s(x, total, extra)
         return {"y": x, "total": total, "extra": extra}
 
-def build_model():
-    return Net()
-
 def loss_fn(out, y):
     return F.mse_loss(out["y"], y) + 0.01 * out["total"]
 """,
@@ -153,9 +141,6 @@ class Net(nn.Module):
         for s in self.steps:
             x, past = s(x, past)
         return x
-
-def build_model():
-    return Net()
 """,
     "channels_last_and_uneven": """
 def build_model():
@@ -183,9 +168,6 @@ class Net(nn.Module):
             x = b(x) / temperature
         return self.out(x)
 
-def build_model():
-    return Net()
-
 def example_batch(n):
     x = torch.randn(n, D)
     return (x, torch.tensor(1.5)), x
@@ -209,9 +191,6 @@ class Net(nn.Module):
         for layer in self.layers:
             x = layer(x, bias)
         return self.out(x)
-
-def build_model():
-    return Net()
 
 def example_batch(n):
     x = torch.randn(n, 4, D)

@@ -246,9 +246,6 @@ class Net(nn.Module):
         for k in sorted(self.stages, key=int):
             x = self.stages[k](x)
         return self.head(x)
-
-def build_model():
-    return Net()
 """,
     "typed_dict_between_blocks_with_none": """
 from typing import TypedDict, Optional

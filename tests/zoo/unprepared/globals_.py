@@ -42,9 +42,6 @@ class Net(nn.Module):
         for b in self.rest:
             x = b(x)
         return x
-
-def build_model():
-    return Net()
 """,
     "count_read_by_last_layer": """
 CONFIG = {"step": 0}
@@ -96,9 +93,6 @@ class Net(nn.Module):
             AUX.append(x.abs().mean())
         return x
 
-def build_model():
-    return Net()
-
 def loss_fn(out, y):
     total = F.mse_loss(out, y) + 0.05 * torch.stack(AUX).sum()
     AUX.clear()
@@ -123,9 +117,6 @@ class Net(nn.Module):
 
     def forward(self, x):
         return self.d(self.c(self.b(self.a(x))))
-
-def build_model():
-    return Net()
 """,
     "class_attribute_count": """
 class Anneal(nn.Module):
@@ -148,9 +139,6 @@ class Net(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return x
-
-def build_model():
-    return Net()
 """,
     "closure_count_in_one_layer": """
 def decaying():

@@ -106,9 +106,6 @@ class Net(nn.Module):
             outs.append(h(x))
         return outs if self.training else outs[-1]
 
-def build_model():
-    return Net()
-
 def loss_fn(outs, y):
     if not isinstance(outs, (list, tuple)):
         return F.mse_loss(outs, y)
@@ -182,9 +179,6 @@ class Net(nn.Module):
         z = self.h(h)
         return Out(F.cross_entropy(z.flatten(0, 1), labels.flatten(), ignore_index=0), z)
 
-def build_model():
-    return Net()
-
 def loss_fn(out, y):
     return out.loss
 """,
@@ -256,9 +250,6 @@ class Net(nn.Module):
         d = torch.distributions.Categorical(logits=self.p(h))
         a = d.sample()
         return d.log_prob(a), a, self.v(h).squeeze(-1), d.entropy()
-
-def build_model():
-    return Net()
 
 def loss_fn(out, y):
     lp, a, v, e = out

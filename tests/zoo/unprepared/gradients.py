@@ -151,9 +151,6 @@ class Net(nn.Module):
             for b in self.blocks[:3]:
                 x = b(x)
         return self.out(self.blocks[3](x))
-
-def build_model():
-    return Net()
 """,
     "autocast_around_half_of_the_blocks": """
 class Net(nn.Module):
@@ -166,9 +163,6 @@ class Net(nn.Module):
             for b in self.blocks[:3]:
                 x = b(x)
         return self.out(self.blocks[3](x.float()))
-
-def build_model():
-    return Net()
 """,
     "random_state_forked_around_blocks": """
 class Net(nn.Module):
@@ -183,9 +177,6 @@ class Net(nn.Module):
             for b in self.blocks:
                 x = b(x)
         return self.out(x)
-
-def build_model():
-    return Net()
 """,
     "flag_of_a_context_manager": """
 from contextlib import contextmanager
@@ -220,9 +211,6 @@ class Net(nn.Module):
             for b in self.blocks[1:3]:
                 x = b(x)
         return self.out(self.blocks[3](x))
-
-def build_model():
-    return Net()
 """,
     "local_losses_in_forward": """
 class Local(nn.Module):
@@ -292,9 +280,6 @@ class Net(nn.Module):
             contexts = partial(create_selective_checkpoint_contexts, keeps)
             x = checkpoint(b, x, use_reentrant=False, context_fn=contexts)
         return self.out(x)
-
-def build_model():
-    return Net()
 """,
     "hook_replaces_arguments_and_output": """
 def build_model():
@@ -328,9 +313,6 @@ class Net(nn.Module):
         with ThreadPoolExecutor(2) as pool:
             parts = list(pool.map(lambda m: m(x), (self.left, self.right)))
         return self.out(torch.cat(parts, 1))
-
-def build_model():
-    return Net()
 """,
     "identity_then_in_place": """
 class Same(nn.Module):
@@ -350,9 +332,6 @@ class Net(nn.Module):
         x = self.a(x)
         skip = self.same(x)
         return self.b(self.writes(x)) + skip
-
-def build_model():
-    return Net()
 """,
     "weights_cross_as_outputs": """
 class Emb(nn.Module):
@@ -404,8 +383,5 @@ class Net(nn.Module):
         for b in self.blocks:
             b(state)
         return self.out(state["sum"])
-
-def build_model():
-    return Net()
 """,
 }

@@ -175,9 +175,6 @@ class Net(nn.Module):
             x = layer(x)
         return self.head(x)
 
-def build_model():
-    return Net()
-
 def example_batch(n):
     x = torch.randn(n, 5, D)
     return x, x.flip(1)
@@ -204,9 +201,6 @@ class Net(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return self.head(x)
-
-def build_model():
-    return Net()
 
 def example_batch(n):
     x = torch.randn(n, 5, D)

@@ -26,9 +26,6 @@ class Net(nn.Module):
         for b in self.blocks:
             x = torch.tanh(b(x)) + 0.1 * x
         return x
-
-def build_model():
-    return Net()
 """,
     "clamp_every_gradient": """
 def build_model():
@@ -94,9 +91,6 @@ class Net(nn.Module):
         for b in self.blocks:
             x = b(x)
         return x
-
-def build_model():
-    return Net()
 """,
     "forward_hook_scales": """
 class Net(nn.Module):
@@ -110,9 +104,6 @@ class Net(nn.Module):
         for b in self.blocks:
             x = b(x)
         return x
-
-def build_model():
-    return Net()
 """,
     "feature_capture": """
 class Net(nn.Module):
@@ -128,9 +119,6 @@ class Net(nn.Module):
     def forward(self, x):
         x = self.body(x)
         return self.head(torch.cat([x, self.features["first"]], 1))
-
-def build_model():
-    return Net()
 """,
     "pre_hook_noise": """
 def build_model():
@@ -154,9 +142,6 @@ class Net(nn.Module):
 
     def forward(self, x):
         return self.c(self.b(self.a(x)))
-
-def build_model():
-    return Net()
 """,
     "activation_gradient_clamp": """
 class Net(nn.Module):
@@ -170,9 +155,6 @@ class Net(nn.Module):
             if x.requires_grad:
                 x.register_hook(lambda g: g.clamp(-0.01, 0.01))
         return x
-
-def build_model():
-    return Net()
 """,
     "gradient_norm_feedback": """
 class Adaptive(nn.Module):

@@ -77,9 +77,6 @@ class Net(nn.Module):
         for b in self.blocks:
             x = b(x)
         return x
-
-def build_model():
-    return Net()
 """,
     "global_dict": """
 STATE = {"calls": 0}

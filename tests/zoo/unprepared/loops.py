@@ -2,6 +2,17 @@
 
 __all__ = ["MODELS"]
 
+_CALLBACKS = """
+class Callbacks:
+    def __init__(self, optimizer, parameters):
+        self.optimizer, self.parameters = optimizer, parameters
+
+    def before(self, step, clip): ...
+
+    def after(self, step, loss): ...
+
+"""
+
 _STACK = """
 def build_model():
     return nn.Sequential(nn.Linear(D, D), Block(), Block(), Block(), nn.Linear(D, D))
@@ -10,11 +21,9 @@ def build_model():
 
 _FILES = {
     "warm_restarts_by_fractions": """
-class Loop:
+class Loop(Callbacks):
     def __init__(self, optimizer, parameters):
         self.schedule = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 2, 2)
-
-    def before(self, step, clip): ...
 
     def after(self, step, loss):
         self.schedule.step(step / 4)
@@ -23,21 +32,17 @@ class Loop:
 def build_optimizer(ps):
     return torch.optim.SGD(ps, lr=0.05, momentum=0.9)
 
-class Loop:
+class Loop(Callbacks):
     def __init__(self, optimizer, parameters):
         self.schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=13)
-
-    def before(self, step, clip): ...
 
     def after(self, step, loss):
         self.schedule.step()
 """,
     "plateau_by_the_loss": """
-class Loop:
+class Loop(Callbacks):
     def __init__(self, optimizer, parameters):
         self.schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.3, threshold=0.05)
-
-    def before(self, step, clip): ...
 
     def after(self, step, loss):
         self.schedule.step(loss)
@@ -45,13 +50,11 @@ class Loop:
     "warm_up_then_cosine": """
 from torch.optim import lr_scheduler as lrs
 
-class Loop:
+class Loop(Callbacks):
     def __init__(self, optimizer, parameters):
         self.schedule = lrs.SequentialLR(
             optimizer, [lrs.LinearLR(optimizer, 0.1, total_iters=3), lrs.CosineAnnealingLR(optimizer, 8)], [3]
         )
-
-    def before(self, step, clip): ...
 
     def after(self, step, loss):
         self.schedule.step()
@@ -65,55 +68,33 @@ class Noam:
         self.calls += 1
         return min((s + 1) ** -0.5, (s + 1) * 4**-1.5) + 0.01 * self.calls
 
-class Loop:
+class Loop(Callbacks):
     def __init__(self, optimizer, parameters):
         self.schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, Noam())
-
-    def before(self, step, clip): ...
 
     def after(self, step, loss):
         self.schedule.step()
 """,
     "clips_by_the_norm_of_all_stages": """
-class Loop:
-    def __init__(self, optimizer, parameters):
-        self.optimizer, self.parameters = optimizer, parameters
-
+class Loop(Callbacks):
     def before(self, step, clip):
         clip(0.05)
-
-    def after(self, step, loss): ...
 """,
     "clips_by_value": """
-class Loop:
-    def __init__(self, optimizer, parameters):
-        self.optimizer, self.parameters = optimizer, parameters
-
+class Loop(Callbacks):
     def before(self, step, clip):
         nn.utils.clip_grad_value_(self.parameters.values(), 0.01)
-
-    def after(self, step, loss): ...
 """,
     "clips_by_the_norm_of_its_parameters": """
-class Loop:
-    def __init__(self, optimizer, parameters):
-        self.optimizer, self.parameters = optimizer, parameters
-
+class Loop(Callbacks):
     def before(self, step, clip):
         nn.utils.clip_grad_norm_(self.parameters.values(), 0.05)
-
-    def after(self, step, loss): ...
 """,
     "clips_each_group": """
-class Loop:
-    def __init__(self, optimizer, parameters):
-        self.optimizer, self.parameters = optimizer, parameters
-
+class Loop(Callbacks):
     def before(self, step, clip):
         for group in self.optimizer.param_groups:
             nn.utils.clip_grad_norm_(group["params"], 0.05)
-
-    def after(self, step, loss): ...
 """,
     "unfreezes_a_planned_frozen_backbone": """
 def build_model():
@@ -121,35 +102,20 @@ def build_model():
     model[:4].requires_grad_(False)
     return model
 
-class Loop:
-    def __init__(self, optimizer, parameters):
-        self.optimizer, self.parameters = optimizer, parameters
-
-    def before(self, step, clip): ...
-
+class Loop(Callbacks):
     def after(self, step, loss):
         if step == 4:
             for p in self.parameters.values():
                 p.requires_grad_(True)
 """,
     "freezes_and_unfreezes_the_backbone": """
-class Loop:
-    def __init__(self, optimizer, parameters):
-        self.optimizer, self.parameters = optimizer, parameters
-
-    def before(self, step, clip): ...
-
+class Loop(Callbacks):
     def after(self, step, loss):
         for name, p in self.parameters.items():
             p.requires_grad_(step > 4 or name.startswith("4."))
 """,
     "freezes_the_head_late": """
-class Loop:
-    def __init__(self, optimizer, parameters):
-        self.optimizer, self.parameters = optimizer, parameters
-
-    def before(self, step, clip): ...
-
+class Loop(Callbacks):
     def after(self, step, loss):
         if step == 4:
             for name, p in self.parameters.items():
@@ -159,12 +125,7 @@ class Loop:
 def build_optimizer(ps):
     return torch.optim.AdamW(list(ps)[-2:], lr=1e-2)
 
-class Loop:
-    def __init__(self, optimizer, parameters):
-        self.optimizer, self.parameters = optimizer, parameters
-
-    def before(self, step, clip): ...
-
+class Loop(Callbacks):
     def after(self, step, loss):
         if step == 4:
             held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
@@ -172,12 +133,7 @@ class Loop:
             self.optimizer.add_param_group({"params": new, "lr": 1e-3})
 """,
     "clamps_and_resets_weights": """
-class Loop:
-    def __init__(self, optimizer, parameters):
-        self.optimizer, self.parameters = optimizer, parameters
-
-    def before(self, step, clip): ...
-
+class Loop(Callbacks):
     def after(self, step, loss):
         with torch.no_grad():
             for name, p in self.parameters.items():
@@ -186,12 +142,10 @@ class Loop:
                     p.zero_()
 """,
     "pulls_weights_to_their_average": """
-class Loop:
+class Loop(Callbacks):
     def __init__(self, optimizer, parameters):
         self.optimizer, self.parameters = optimizer, parameters
         self.mean = {name: p.detach().clone() for name, p in parameters.items()}
-
-    def before(self, step, clip): ...
 
     def after(self, step, loss):
         with torch.no_grad():
@@ -206,15 +160,10 @@ BETA = 0.0
 def loss_fn(out, y):
     return F.mse_loss(out, y) + BETA * out.pow(2).mean()
 
-class Loop:
-    def __init__(self, optimizer, parameters):
-        self.optimizer, self.parameters = optimizer, parameters
-
+class Loop(Callbacks):
     def before(self, step, clip):
         global BETA
         BETA = min(1.0, step / 6)
-
-    def after(self, step, loss): ...
 """,
     "anneals_a_variable_that_blocks_read": """
 T = 1.0
@@ -230,53 +179,33 @@ class Soft(nn.Module):
 def build_model():
     return nn.Sequential(nn.Linear(D, D), Soft(), Block(), Soft(), nn.Linear(D, D))
 
-class Loop:
-    def __init__(self, optimizer, parameters):
-        self.optimizer, self.parameters = optimizer, parameters
-
+class Loop(Callbacks):
     def before(self, step, clip):
         global T
         T = 1 / (step + 1)
-
-    def after(self, step, loss): ...
 """,
     "clips_by_a_norm_written_by_hand": """
-class Loop:
-    def __init__(self, optimizer, parameters):
-        self.optimizer, self.parameters = optimizer, parameters
-
+class Loop(Callbacks):
     def before(self, step, clip):
         total = sum(p.grad.norm().item() ** 2 for p in self.parameters.values())
         for p in self.parameters.values():
             p.grad.mul_(min(1.0, 0.05 / (total**0.5 + 1e-6)))
-
-    def after(self, step, loss): ...
 """,
     "divides_by_the_norm_of_all_gradients": """
-class Loop:
-    def __init__(self, optimizer, parameters):
-        self.optimizer, self.parameters = optimizer, parameters
-
+class Loop(Callbacks):
     def before(self, step, clip):
         norm = torch.cat([p.grad.flatten() for p in self.parameters.values()]).norm()
         for p in self.parameters.values():
             p.grad = p.grad / norm
-
-    def after(self, step, loss): ...
 """,
     "sets_the_rate_by_the_norm_of_weights": """
-class Loop:
-    def __init__(self, optimizer, parameters):
-        self.optimizer, self.parameters = optimizer, parameters
-
+class Loop(Callbacks):
     def before(self, step, clip):
         norm = sum(float(p.detach().norm()) for p in self.parameters.values())
         self.optimizer.param_groups[0]["lr"] = 1e-2 / (1 + norm)
-
-    def after(self, step, loss): ...
 """,
     "learns_the_rate_from_two_gradients": """
-class Loop:
+class Loop(Callbacks):
     def __init__(self, optimizer, parameters):
         self.optimizer, self.parameters = optimizer, parameters
         self.last = None
@@ -286,27 +215,15 @@ class Loop:
         if self.last is not None:
             self.optimizer.param_groups[0]["lr"] += 1e-3 * float(sum((a * b).sum() for a, b in zip(now, self.last)))
         self.last = now
-
-    def after(self, step, loss): ...
 """,
     "adds_noise_to_gradients": """
-class Loop:
-    def __init__(self, optimizer, parameters):
-        self.optimizer, self.parameters = optimizer, parameters
-
+class Loop(Callbacks):
     def before(self, step, clip):
         for p in self.parameters.values():
             p.grad.add_(torch.randn_like(p.grad), alpha=0.01)
-
-    def after(self, step, loss): ...
 """,
     "projects_all_weights_on_a_sphere": """
-class Loop:
-    def __init__(self, optimizer, parameters):
-        self.optimizer, self.parameters = optimizer, parameters
-
-    def before(self, step, clip): ...
-
+class Loop(Callbacks):
     def after(self, step, loss):
         with torch.no_grad():
             norm = torch.stack([p.norm() for p in self.parameters.values()]).norm()
@@ -314,12 +231,7 @@ class Loop:
                 p.mul_(torch.clamp(3.0 / norm, max=1.0))
 """,
     "projects_each_row_on_a_sphere": """
-class Loop:
-    def __init__(self, optimizer, parameters):
-        self.optimizer, self.parameters = optimizer, parameters
-
-    def before(self, step, clip): ...
-
+class Loop(Callbacks):
     def after(self, step, loss):
         with torch.no_grad():
             for p in self.parameters.values():
@@ -327,38 +239,23 @@ class Loop:
                     p.div_(p.norm(dim=1, keepdim=True))
 """,
     "clips_each_gradient_by_its_weight": """
-class Loop:
-    def __init__(self, optimizer, parameters):
-        self.optimizer, self.parameters = optimizer, parameters
-
+class Loop(Callbacks):
     def before(self, step, clip):
         for p in self.parameters.values():
             limit = 0.02 * p.detach().norm().clamp(min=1e-3)
             p.grad.mul_((limit / (p.grad.norm() + 1e-6)).clamp(max=1.0))
-
-    def after(self, step, loss): ...
 """,
     "centralizes_gradients": """
-class Loop:
-    def __init__(self, optimizer, parameters):
-        self.optimizer, self.parameters = optimizer, parameters
-
+class Loop(Callbacks):
     def before(self, step, clip):
         for p in self.parameters.values():
             if p.dim() > 1:
                 p.grad.sub_(p.grad.mean(dim=1, keepdim=True))
-
-    def after(self, step, loss): ...
 """,
     "decays_weights_by_a_pattern": """
 import re
 
-class Loop:
-    def __init__(self, optimizer, parameters):
-        self.optimizer, self.parameters = optimizer, parameters
-
-    def before(self, step, clip): ...
-
+class Loop(Callbacks):
     def after(self, step, loss):
         with torch.no_grad():
             for name, p in self.parameters.items():
@@ -366,12 +263,10 @@ class Loop:
                     p.mul_(1 - 1e-2)
 """,
     "goes_back_to_the_best_weights": """
-class Loop:
+class Loop(Callbacks):
     def __init__(self, optimizer, parameters):
         self.optimizer, self.parameters = optimizer, parameters
         self.best = math.inf
-
-    def before(self, step, clip): ...
 
     def after(self, step, loss):
         if loss > 1.02 * self.best:
@@ -382,17 +277,14 @@ class Loop:
             self.best, self.kept = loss, {name: p.detach().clone() for name, p in self.parameters.items()}
 """,
     "warms_up_gradients_of_the_first_layer": """
-class Loop:
-    def __init__(self, optimizer, parameters):
-        self.optimizer, self.parameters = optimizer, parameters
-
+class Loop(Callbacks):
     def before(self, step, clip):
         for name, p in self.parameters.items():
             if name.startswith("0."):
                 p.grad.mul_(min(1.0, (step + 1) / 6))
-
-    def after(self, step, loss): ...
 """,
 }
 
-MODELS = {name: text if "def build_model" in text else _STACK + text.lstrip() for name, text in _FILES.items()}
+MODELS = {
+    name: _CALLBACKS + ("" if "def build_model" in text else _STACK) + text.lstrip() for name, text in _FILES.items()
+}

@@ -19,9 +19,6 @@ class Net(nn.Module):
         for layer in self.layers:
             x = x + torch.tanh(layer(x))
         return x
-
-def build_model():
-    return Net()
 """,
     "weight_norm_hook": """
 def build_model():
@@ -37,9 +34,6 @@ class Net(nn.Module):
 
     def forward(self, x):
         return self.lin(self.b(torch.tanh(self.lin(self.a(x)))))
-
-def build_model():
-    return Net()
 """,
     "orthogonal": """
 def build_model():
@@ -100,9 +94,6 @@ class Net(nn.Module):
         for c, n in zip(self.convs, self.norms):
             x = torch.relu(n(c(x)))
         return x
-
-def build_model():
-    return Net()
 
 def example_batch(n):
     x = torch.randn(n, 4, 5)
@@ -176,9 +167,6 @@ class Net(nn.Module):
             x = x + torch.tanh(layer(x))
         return x
 
-def build_model():
-    return Net()
-
 def build_optimizer(ps):
     return torch.optim.AdamW([p for p in ps if p.requires_grad], lr=2e-2)
 """,
@@ -222,9 +210,6 @@ class Net(nn.Module):
         with torch.no_grad():
             x = self.backbone(x)
         return self.head(x)
-
-def build_model():
-    return Net()
 """,
     "prompt_tuning": """
 class Prompted(nn.Module):
@@ -368,9 +353,6 @@ class Net(nn.Module):
             x = b(x)
         return self.out(x)
 
-def build_model():
-    return Net()
-
 def example_batch(n):
     ids = torch.randint(20, (n, 4))
     return ids, ids
@@ -386,9 +368,6 @@ class Net(nn.Module):
 
     def forward(self, x):
         return self.c(self.b(self.a(x)))
-
-def build_model():
-    return Net()
 """,
     "normalized_weights_in_forward": """
 class Ngpt(nn.Module):

@@ -326,8 +326,5 @@ class Net(nn.Module):
         for k, b in enumerate(self.blocks):
             x = checkpoint(b, x, use_reentrant=k % 2 == 0) if x.requires_grad else b(x)
         return self.out(x)
-
-def build_model():
-    return Net()
 """,
 }

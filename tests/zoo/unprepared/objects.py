@@ -31,9 +31,6 @@ class Net(nn.Module):
             for b in self.blocks:
                 x = b(x)
         return x
-
-def build_model():
-    return Net()
 """,
     "counter_of_ctypes_shared": """
 import ctypes
@@ -185,9 +182,6 @@ class Net(nn.Module):
             for b in self.blocks:
                 x = b(x)
         return self.out(x)
-
-def build_model():
-    return Net()
 """,
     "default_dtype_set_around_a_block": """
 class Wide(Block):
@@ -242,9 +236,6 @@ class Net(nn.Module):
         for b in self.parts.values():
             x = b(x)
         return x
-
-def build_model():
-    return Net()
 """,
     "scale_by_the_hash_of_a_name": """
 class Named(Block):

@@ -69,9 +69,6 @@ class Net(nn.Module):
             x = b(x)
         return x
 
-def build_model():
-    return Net()
-
 class Prodigy(torch.optim.Optimizer):
     def __init__(self, ps):
         super().__init__(ps, dict(d=1e-2))

@@ -141,9 +141,6 @@ class Net(nn.Module):
             self.file.write(json.dumps({k: m.avg for k, m in self.meters.items()}) + "\\n")
             self.file.flush()
         return self.out(x)
-
-def build_model():
-    return Net()
 """,
     "posterior_object_between_modules": """
 class DiagonalGaussian:
@@ -201,9 +198,6 @@ class Net(nn.Module):
         m = attention_mask.unsqueeze(-1).float()
         return self.fc((x * m).sum(1) / m.sum(1))
 
-def build_model():
-    return Net()
-
 def example_batch(n):
     return BatchEncoding(
         dict(input_ids=torch.randint(16, (n, 5)), attention_mask=torch.ones(n, 5).long())
@@ -239,9 +233,6 @@ class Net(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return self.out(x)
-
-def build_model():
-    return Net()
 """,
     "diffusion_with_cond_dropout": """
 def timestep_embedding(t, dim):

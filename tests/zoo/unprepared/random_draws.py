@@ -50,9 +50,6 @@ class Net(nn.Module):
         for p in self.paths:
             x = p(x)
         return x
-
-def build_model():
-    return Net()
 """,
     "numpy_mask": """
 class Masked(nn.Module):
@@ -129,9 +126,6 @@ class Net(nn.Module):
 
     def forward(self, x):
         return self.c(self.b(self.n(self.a(x))))
-
-def build_model():
-    return Net()
 """,
     "own_python_generator": """
 class Choice(nn.Module):

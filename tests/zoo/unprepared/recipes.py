@@ -68,9 +68,6 @@ class Net(nn.Module):
             x = b(x)
         return self.out(x)
 
-def build_model():
-    return Net()
-
 def example_batch(n):
     ids = torch.randint(1, 9, (n, 6))
     return ids, torch.where(torch.arange(6) < torch.randint(2, 7, (n, 1)), ids.roll(-1, 1), 0)
@@ -91,9 +88,6 @@ class Net(nn.Module):
     def forward(self, x, labels):
         return self.soft(self.body(x), labels)
 
-def build_model():
-    return Net()
-
 def example_batch(n):
     return (torch.randn(n, D), torch.randint(20, (n,))), torch.zeros(n)
 
@@ -112,9 +106,6 @@ class Net(nn.Module):
         mask = nn.Transformer.generate_square_subsequent_mask(tgt.shape[1])
         h = self.model(self.emb(src), self.emb(tgt), tgt_mask=mask, src_key_padding_mask=src == 0, tgt_is_causal=True)
         return self.out(h)
-
-def build_model():
-    return Net()
 
 def example_batch(n):
     src, tgt = torch.randint(1, 9, (n, 5)), torch.randint(1, 9, (n, 4))
@@ -139,9 +130,6 @@ class Net(nn.Module):
                 steps.append(h)
             x = torch.stack(steps, 1)
         return self.out(self.attn(x, x, x, need_weights=False)[0])
-
-def build_model():
-    return Net()
 
 def example_batch(n):
     x = torch.randn(n, 4, D)
@@ -296,9 +284,6 @@ class Net(nn.Module):
         for name in sorted(self.parts, reverse=True):
             x = self.parts[name](x)
         return self.last(x)
-
-def build_model():
-    return Net()
 """,
     "python_numbers_cross": """
 class Measures(nn.Module):
@@ -393,9 +378,6 @@ class Net(nn.Module):
         for b in self.blocks:
             x = b(x)
         return {"out": self.out(x) * extra, "none": bias, "ids": batch["more"][1]}
-
-def build_model():
-    return Net()
 
 def example_batch(n):
     x = torch.randn(n, D)

@@ -165,9 +165,6 @@ class Net(nn.Module):
         for b in self.blocks:
             x = b(x)
         return x
-
-def build_model():
-    return Net()
 """,
     "tied_across_three_with_a_transpose": """
 class In(nn.Module):
@@ -258,9 +255,6 @@ class Net(nn.Module):
             for b in self.blocks:
                 x = b(torch.tanh(self.lin(x)))
         return x
-
-def build_model():
-    return Net()
 """,
     "ema_updated_by_an_optimizer_hook": """
 class Net(nn.Module):
@@ -315,9 +309,6 @@ class Net(nn.Module):
         for b in self.blocks:
             x = b(x)
         return x
-
-def build_model():
-    return Net()
 """,
     "next_block_reads_an_attribute_of_the_former": """
 class Chained(nn.Module):
@@ -350,9 +341,6 @@ class Net(nn.Module):
         self.critic.requires_grad_(True)
         real = self.critic(x)
         return self.out(fake) + real
-
-def build_model():
-    return Net()
 """,
     "toggles_requires_grad_by_count": """
 class Phase(nn.Module):
@@ -401,9 +389,6 @@ class Net(nn.Module):
             soft = self.run(x)
         self.train()
         return self.run(x) + 0.1 * soft
-
-def build_model():
-    return Net()
 """,
     "parameter_created_in_forward": """
 class Lazy(nn.Module):
@@ -451,9 +436,6 @@ class Net(nn.Module):
         for b in self.blocks:
             x = checkpoint(b, x, use_reentrant=True)
         return x
-
-def build_model():
-    return Net()
 """,
     "checkpoint_sequential_over_a_counter": """
 from torch.utils.checkpoint import checkpoint_sequential
@@ -466,9 +448,6 @@ class Net(nn.Module):
 
     def forward(self, x):
         return checkpoint_sequential(self.body, 2, self.inp(x), use_reentrant=False)
-
-def build_model():
-    return Net()
 """,
     "func_grad_in_a_block": """
 class Step(nn.Module):
@@ -493,9 +472,6 @@ class Net(nn.Module):
         h = self.a(x)
         y, t = torch.func.jvp(lambda v: torch.tanh(self.b.up(v)), (h,), (torch.ones_like(h),))
         return self.c(torch.cat([self.b.down(y), t[:, :D]], 1))
-
-def build_model():
-    return Net()
 """,
     "supervised_contrastive": """
 class Net(nn.Module):
@@ -505,9 +481,6 @@ class Net(nn.Module):
 
     def forward(self, x):
         return F.normalize(self.project(self.body(x)), dim=1)
-
-def build_model():
-    return Net()
 
 def example_batch(n):
     return torch.randn(n, D), torch.randint(3, (n,))
@@ -544,9 +517,6 @@ class Net(nn.Module):
         for e in self.experts:
             x = e(x)
         return {"out": x, "aux": sum(m.balance for m in self.modules() if isinstance(m, Expert))}
-
-def build_model():
-    return Net()
 
 def loss_fn(out, y):
     return F.mse_loss(out["out"], y) + 0.1 * out["aux"]

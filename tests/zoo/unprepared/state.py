@@ -23,9 +23,6 @@ class Net(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return x
-
-def build_model():
-    return Net()
 """,
     "running_scale_sequential": """
 class Scaled(nn.Module):
@@ -209,9 +206,6 @@ class Net(nn.Module):
         for g in self.gates:
             x = x + 0.5 * g(x)
         return self.last(x)
-
-def build_model():
-    return Net()
 """,
     "list_of_earlier_means": """
 class History(nn.Module):

@@ -52,9 +52,6 @@ class Net(nn.Module):
             aux = aux + a
         return {"y": self.out(x), "aux": aux}
 
-def build_model():
-    return Net()
-
 def loss_fn(out, y):
     return F.mse_loss(out["y"], y) + 0.01 * out["aux"]
 """,
@@ -79,9 +76,6 @@ class Net(nn.Module):
             x = layer(x)
         return x, sum(m.aux for m in self.layers if isinstance(m, MoE))
 
-def build_model():
-    return Net()
-
 def loss_fn(out, y):
     return F.mse_loss(out[0], y) + 0.1 * out[1]
 """,
@@ -103,9 +97,6 @@ class Net(nn.Module):
             x = b(x)
         m, s = self.out(x).unbind(1)
         return Out(m, s)
-
-def build_model():
-    return Net()
 
 def example_batch(n):
     return {"numbers": torch.randn(n, 4), "category": torch.randint(5, (n,))}, torch.randn(n)
@@ -139,9 +130,6 @@ class Net(nn.Module):
         for c in self.cells:
             s = c(s)
         return self.out(s.x)
-
-def build_model():
-    return Net()
 """,
     "named_tuples_sequential": """
 Pair = namedtuple("Pair", "x y")
@@ -181,9 +169,6 @@ class Net(nn.Module):
         for b in self.blocks:
             x = self.drop(checkpoint(b, x, use_reentrant=False))
         return x
-
-def build_model():
-    return Net()
 """,
     "custom_functions": """
 class Sign(torch.autograd.Function):
@@ -215,9 +200,6 @@ class Net(nn.Module):
     def forward(self, x):
         h = self.b(Sign.apply(self.a(x)))
         return self.c(h), self.d(Reverse.apply(h, 0.3))
-
-def build_model():
-    return Net()
 
 def loss_fn(out, y):
     return F.mse_loss(out[0], y) + F.mse_loss(out[1], -y)
@@ -301,9 +283,6 @@ class Net(nn.Module):
         keep = (~pad)[..., None].to(x)
         return self.head((x * keep).sum(1) / sizes[:, None])
 
-def build_model():
-    return Net()
-
 def example_batch(n):
     return (torch.randint(10, (n, 6)), torch.randint(1, 7, (n,))), torch.randint(3, (n,))
 
@@ -324,9 +303,6 @@ class Net(nn.Module):
             y[:, 0] *= 0.5
             x = F.silu(y, inplace=True) if layer is self.layers[-1] else torch.tanh(y)
         return x
-
-def build_model():
-    return Net()
 """,
     "sequential_in_place": """
 def build_model():
@@ -358,9 +334,6 @@ class Net(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return x
-
-def build_model():
-    return Net()
 """,
     "complex_crosses": """
 class Wave(nn.Module):

@@ -127,9 +127,6 @@ class Net(nn.Module):
             keep = ((self.i + k) % 3 != 0).float()
             x = x + keep * (b(x) - x)
         return self.out(x)
-
-def build_model():
-    return Net()
 """,
     "dropout_annealed_by_a_buffer": """
 class Anneal(nn.Module):
@@ -169,9 +166,6 @@ class Net(nn.Module):
         for b in self.b:
             h = b(h)
         return self.h(h)
-
-def build_model():
-    return Net()
 """,
     "detached_until_a_count": """
 class Gate(nn.Module):
@@ -223,9 +217,6 @@ class Net(nn.Module):
         x = self.b(x)
         x = self.m(x, mode="b", gain=0.5)
         return self.o(self.m(self.b(x), gain=-0.3))
-
-def build_model():
-    return Net()
 """,
     "functional_call_of_its_own_module": """
 class Net(nn.Module):

@@ -60,9 +60,6 @@ class Net(nn.Module):
 
     def forward(self, x):
         return self.out(self.c(self.b(self.a(x))))
-
-def build_model():
-    return Net()
 """,
     "subclass_with_metadata_crosses": """
 class Scaled(torch.Tensor):
@@ -255,9 +252,6 @@ class Net(nn.Module):
         for k, norm in enumerate(self.norms):
             x = x + torch.tanh(norm(x) @ self.ws[k]) * self.gains[f"g{k}"]
         return self.out(x)
-
-def build_model():
-    return Net()
 """,
     "transposed_parameters": """
 class Linear(nn.Module):
@@ -373,9 +367,6 @@ class Net(nn.Module):
         x, signs = self.a(x)
         x = self.c(self.b(x))
         return self.out(x) + 0.3 * torch.from_numpy(signs)
-
-def build_model():
-    return Net()
 """,
     "objects_and_devices_between_modules": """
 class Kinds(Block):
@@ -391,9 +382,6 @@ class Net(nn.Module):
         x, (dtype, device, part, act) = self.a(x)
         x = self.c(self.b(x))
         return act(self.out(x)) + F.pad(torch.ones(len(x), 4, dtype=dtype, device=device) + x[:, part], (0, 4))
-
-def build_model():
-    return Net()
 """,
     "complex_optional_and_named_outputs_in_a_model": """
 from typing import NamedTuple, Optional
@@ -425,8 +413,5 @@ class Net(nn.Module):
         for step in self.steps:
             s = step(s)
         return self.out(s.hidden) if s.done else x
-
-def build_model():
-    return Net()
 """,
 }

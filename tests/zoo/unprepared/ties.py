@@ -221,9 +221,6 @@ class Net(nn.Module):
         for layer in self.layers:
             x = x + torch.tanh(layer(self.norm(x)))
         return self.norm(x)
-
-def build_model():
-    return Net()
 """,
     "shared_batch_norm": """
 class Net(nn.Module):
@@ -235,9 +232,6 @@ class Net(nn.Module):
         for layer in self.layers:
             x = torch.tanh(layer(self.norm(x)))
         return x
-
-def build_model():
-    return Net()
 """,
     "head_is_a_slice_of_the_embedding": _TEXT
     + """
@@ -277,9 +271,6 @@ class Net(nn.Module):
         for b in self.blocks:
             x = b(x)
         return self.out(x)
-
-def build_model():
-    return Net()
 
 def example_batch(n):
     x = torch.randn(n, 6, D)

@@ -166,9 +166,6 @@ class Net(nn.Module):
             log = log + x.pow(2).mean(1)
         return x, log
 
-def build_model():
-    return Net()
-
 def loss_fn(out, y):
     return F.mse_loss(out[0], y) + 0.01 * out[1].mean()
 """,
@@ -195,9 +192,6 @@ class Net(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return self.head(x)
-
-def build_model():
-    return Net()
 
 def example_batch(n):
     x = torch.randn(n, 4, D)

@@ -143,9 +143,6 @@ class Net(nn.Module):
         h = self.body(x)
         return torch.distributions.Normal(self.mean(h), F.softplus(self.scale(h)) + 0.1)
 
-def build_model():
-    return Net()
-
 def loss_fn(out, y):
     return -out.log_prob(y).mean()
 """,
@@ -176,9 +173,6 @@ class Net(nn.Module):
         for b in self.blocks:
             h = b(h)
         return self.out(h)
-
-def build_model():
-    return Net()
 """,
     "sees_if_gradients_are_on": """
 class Sees(nn.Module):
