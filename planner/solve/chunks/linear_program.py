@@ -29,6 +29,7 @@ Complexity: O(S L + K V M) rows (constraints) and columns (variables).
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
 
@@ -332,18 +333,28 @@ def _linear_lower_bound(table: FloatArray) -> tuple[FloatArray, float]:
 
     For each stage, the constant plus the weights of the stage's layers is at most the stage's value in `table`.
     """
-    width = table.shape[1]
-    num = len(table) - 1
-    first = np.arange(num + 1)[:, None] - width + np.arange(width)[None]
+    first, added = _stage_places(len(table) - 1, table.shape[1])
     is_stage = (first >= 0) & np.isfinite(table)
     # The average that the first layer of a stage adds to it, over all ends.
-    weights = np.zeros(num)
-    for n in range(num):
-        ends = np.arange(n + 2, min(n + width, num) + 1)
-        columns = n - ends + width
-        some = table[ends, columns] - table[ends, columns + 1]
-        some = some[np.isfinite(some)]
-        weights[n] = max(0.0, float(some.mean())) if len(some) else 0.0
+    with np.errstate(invalid="ignore"):
+        differences = (table[:, :-1] - table[:, 1:]).ravel()[added]
+    is_known = (added >= 0) & np.isfinite(differences)
+    sums = np.where(is_known, differences, 0.0).sum(axis=1)
+    weights = np.maximum(sums / np.maximum(is_known.sum(axis=1), 1), 0.0)
     before = np.concatenate([[0.0], np.cumsum(weights)])
     least = table - (before[:, None] - before[np.maximum(first, 0)])
     return weights, float(least[is_stage].min())
+
+
+@lru_cache(maxsize=64)
+def _stage_places(num_layers: int, width: int) -> tuple[IntArray, IntArray]:
+    """Return places in a table of stages, shape (layers + 1, width).
+
+    Returns:
+        First layer of the stage of each entry, negative without a stage; and for each layer, the places of the stages
+        of several layers that begin with it, in the flat table without its last column, -1 for none.
+    """
+    first = np.arange(num_layers + 1)[:, None] - width + np.arange(width)[None]
+    ends = np.arange(num_layers)[:, None] + np.arange(2, width + 1)
+    places = ends * (width - 1) + np.arange(width - 2, -1, -1)
+    return first, np.where(ends <= num_layers, places, -1)
