@@ -30,6 +30,8 @@ class RecomputeFitter:
 
     def __init__(self, evaluator: Evaluator) -> None:
         self._evaluator = evaluator
+        self._known: dict[bytes, tuple[int, float]] = {}
+        """Results of `_best_combinations` by the cuts of a device's stages and its number."""
 
     @property
     def is_exhaustive(self) -> bool:
@@ -72,12 +74,27 @@ class RecomputeFitter:
             return fitted, over
         devices, rows = np.nonzero(needs_more.T)
         if len(rows):
-            excess = self.excess_by_combination(cuts[rows], devices)
-            least = excess.min(axis=1, keepdims=True)
-            recompute_us = np.where(excess == least, self._recompute_us(cuts[rows], devices), np.inf)
-            fitted[rows[:, None], evaluator.stages[devices]] = self.combinations[recompute_us.argmin(axis=1)]
-            over[rows, devices] = least[:, 0]
+            combination, least = self._best_combinations(cuts[rows], devices)
+            fitted[rows[:, None], evaluator.stages[devices]] = self.combinations[combination]
+            over[rows, devices] = least
         return fitted, over
+
+    def _best_combinations(self, cuts: IntArray, devices: IntArray) -> tuple[IntArray, FloatArray]:
+        # Return the index of the best combination for a device of each partition, and the bytes over its memory limit.
+        # Moves of a local search often lead to the same stages of a device again.
+        stages, rows = self._evaluator.stages[devices], np.arange(len(cuts))[:, None]
+        bounds = np.concatenate([cuts[rows, stages], cuts[rows, stages + 1], devices[:, None]], axis=1)
+        keys = [row.tobytes() for row in bounds]
+        new = {key: n for n, key in enumerate(keys) if key not in self._known}
+        if new:
+            some = sorted(new.values())
+            excess = self.excess_by_combination(cuts[some], devices[some])
+            least = excess.min(axis=1, keepdims=True)
+            recompute_us = np.where(excess == least, self._recompute_us(cuts[some], devices[some]), np.inf)
+            best = zip(recompute_us.argmin(axis=1).tolist(), least[:, 0].tolist(), strict=True)
+            self._known.update(zip([keys[n] for n in some], best, strict=True))
+        combinations, over = zip(*[self._known[key] for key in keys], strict=True)
+        return np.array(combinations), np.array(over)
 
     def minimal_combinations(self, cuts: IntArray) -> BoolArray:
         """Return True for the minimal combinations of recompute choices of each device.
