@@ -30,7 +30,7 @@ from math import inf
 from typing import NamedTuple
 
 from planner.core.schedule import Action, Letter
-from planner.solve.orders.order_problem import OrderProblem
+from planner.solve.orders.order_problem import OrderProblem, Route
 
 Act = tuple[int, Letter, int]
 
@@ -110,116 +110,73 @@ def follow_order(
 class _TooSlowError(Exception): ...
 
 
-class _Route(NamedTuple):
-    """Receiver and link of a stage's results, for one direction."""
-
-    device: int
-    """Device of the receiving stage."""
-    link: int
-    """Index of the link; -1 if the receiving stage is on the sender's device."""
-    send_us: float
-    blocking: bool
-
-
 class _ListScheduler(ABC):
     """Simulation of all devices in one step. Subclasses choose the next action of a free device."""
 
     def __init__(self, problem: OrderProblem, limit_us: float) -> None:
-        self.problem, self.times, self.footprints = problem, problem.times, problem.footprints
-        num_stages, self.num = len(problem.times), problem.micro_batches
-        self.rows: list[list[Act]] = [[] for _ in problem.stages_by_device]
-        device = {stage: device for device, chunks in enumerate(problem.stages_by_device) for stage in chunks}
-        self.free_us = [0.0] * len(problem.stages_by_device)
-        self.begins_us = [0.0] * len(problem.stages_by_device)
-        self.link_us = [0.0] * len(problem.stages_by_device) ** 2
-        self.down = [self._route(device[s], device[s + 1], s) for s in range(num_stages - 1)]
-        self.up = [self._route(device[s], device[s - 1], s - 1) for s in range(1, num_stages)]
-        # Arrival times of the inputs of each stage's next F and next I, in the order of micro-batches.
-        self.forwards: list[deque[float]] = [deque() for _ in range(num_stages)]
-        self.gradients: list[deque[float]] = [deque() for _ in range(num_stages)]
-        self.forwards[0].extend([0.0] * self.num)
+        self.problem, self.num = problem, problem.micro_batches
+        self.tables = tables = problem.tables
+        num_stages, num_devices = len(problem.times), len(problem.stages_by_device)
+        self.rows: list[list[Act]] = [[] for _ in range(num_devices)]
+        self.free_us = [0.0] * num_devices
+        self.begins_us = [0.0] * num_devices
+        self.link_us = [0.0] * num_devices**2
+        # Arrival times of the inputs of each stage's forwards and backwards, in the order of micro-batches.
+        self.forwards: list[list[float]] = [[] for _ in range(num_stages)]
+        self.gradients: list[list[float]] = [[] for _ in range(num_stages)]
+        self.forwards[0] = [0.0] * self.num
         self.num_forwards, self.num_backwards = [0] * num_stages, [0] * num_stages
-        self.waiting: list[deque[tuple[int, int]]] = [deque() for _ in problem.stages_by_device]
-        """For each device, stage and micro-batch of every W that can run, oldest first."""
-        footprints = problem.footprints
-        # Memory for the largest running action and for one micro-batch of each later chunk is reserved. Otherwise the
-        # first chunk could fill the device with micro-batches that can never continue.
-        self.size = [max(footprint.held, footprint.between) for footprint in footprints]
-        self.left = [
-            limit - sum(footprints[s].always for s in chunks) - max(footprints[s].above for s in chunks)
-            for limit, chunks in zip(problem.limits_bytes, problem.stages_by_device, strict=True)
-        ]
-        self.spare = [0.0] * num_stages
-        for chunks in problem.stages_by_device:
-            for place, stage in enumerate(chunks):
-                self.spare[stage] = self.size[stage] + sum(self.size[s] for s in chunks[place + 1 :])
-        self.idle_us = [inf] * len(problem.stages_by_device)
+        self.left = [*tables.free_bytes]
+        """Memory that is left on each device."""
+        self.idle_us = [inf] * num_devices
         """Time that each device may still wait within the limit on the step time."""
         if limit_us < inf:
-            self.idle_us = [
-                limit_us * (1 + _ROUNDING) - problem.busy_us(device) for device in range(len(problem.stages_by_device))
-            ]
+            self.idle_us = [limit_us * (1 + _ROUNDING) - busy_us for busy_us in tables.busy_us]
         self.turns: list[tuple[float, int]] = []
 
-    def _route(self, device: int, other: int, boundary: int) -> _Route:
-        times = self.times[boundary]
-        link = -1 if device == other else device * len(self.problem.stages_by_device) + other
-        return _Route(other, link, times.send_us, times.blocking)
-
     def run(self) -> ActionOrder | None:
-        turns, free_us = self.turns, self.free_us
-        turns.append((0.0, next(device for device, chunks in enumerate(self.problem.stages_by_device) if 0 in chunks)))
+        turns, free_us, choose, start = self.turns, self.free_us, self.choose, self.start
+        turns.append((0.0, self.tables.first_device))
         try:
             while turns:
                 now_us, device = heappop(turns)
                 # A busy device has another turn when it becomes free.
-                if now_us >= free_us[device]:
-                    self.turn(device, now_us)
+                act = choose(device, now_us) if now_us >= free_us[device] else None
+                if act is not None:
+                    start(device, act, now_us)
         except _TooSlowError:
             return None
-        if min(self.num_backwards) < self.num or any(self.waiting):
+        if not self.is_complete():
             return None
         spans = zip(free_us, self.begins_us, self.problem.own_us, strict=True)
         return ActionOrder(self.rows, max(free_us - begin_us + own_us for free_us, begin_us, own_us in spans))
 
     @abstractmethod
-    def turn(self, device: int, now_us: float) -> None: ...
+    def choose(self, device: int, now_us: float) -> Act | None:
+        """Return the next action of a free device; None if the device waits."""
 
-    def forward(self, device: int, stage: int, now_us: float) -> None:
-        micro_batch = self.num_forwards[stage]
-        self.num_forwards[stage] += 1
-        self.forwards[stage].popleft()
-        self.left[device] -= self.size[stage]
-        end_us = self.start(device, (stage, "F", micro_batch), now_us, self.times[stage].forward_us)
-        if stage < len(self.down):
-            self.send(self.down[stage], end_us, self.forwards[stage + 1])
+    @abstractmethod
+    def is_complete(self) -> bool:
+        """Return True if all actions have run."""
+
+    def start(self, device: int, act: Act, now_us: float) -> None:
+        tables, (stage, kind, micro_batch) = self.tables, act
+        if kind == "F":
+            self.num_forwards[stage] = micro_batch + 1
+            self.left[device] -= tables.held_bytes[stage]
+            end_us = now_us + tables.durations_us["F"][stage]
+        elif kind == "W":
+            self.left[device] += tables.deferred_bytes[stage]
+            end_us = now_us + tables.durations_us["W"][stage]
         else:
-            self.gradients[stage].append(end_us)
-
-    def backward(self, device: int, stage: int, now_us: float, *, is_whole: bool) -> None:
-        times, micro_batch = self.times[stage], self.num_backwards[stage]
-        is_last = micro_batch == self.num - 1
-        self.num_backwards[stage] += 1
-        self.gradients[stage].popleft()
-        self.left[device] += self.size[stage]
-        input_us = times.last_input_backward_us if is_last else times.input_backward_us
-        if is_whole:
-            duration_us = times.last_backward_us if is_last else times.backward_us
-            if not self.problem.is_whole[stage]:
-                self.idle_us[device] += input_us + times.weight_backward_us - duration_us
-            end_us = self.start(device, (stage, "B", micro_batch), now_us, duration_us)
-        else:
-            self.left[device] -= self.footprints[stage].between
-            self.waiting[device].append((stage, micro_batch))
-            end_us = self.start(device, (stage, "I", micro_batch), now_us, input_us)
-        if stage > 0:
-            self.send(self.up[stage - 1], end_us, self.gradients[stage - 1])
-
-    def weight_backward(self, device: int, stage: int, micro_batch: int, now_us: float) -> None:
-        self.left[device] += self.footprints[stage].between
-        self.start(device, (stage, "W", micro_batch), now_us, self.times[stage].weight_backward_us)
-
-    def start(self, device: int, act: Act, now_us: float, duration_us: float) -> float:
+            self.num_backwards[stage] = micro_batch + 1
+            self.left[device] += tables.held_bytes[stage]
+            is_last = micro_batch == self.num - 1
+            end_us = now_us + (tables.last_durations_us if is_last else tables.durations_us)[kind][stage]
+            if kind == "I":
+                self.left[device] -= tables.deferred_bytes[stage]
+            else:
+                self.idle_us[device] += (tables.last_saved_us if is_last else tables.saved_us)[stage]
         row, waited_us = self.rows[device], now_us - self.free_us[device]
         if not row:
             self.begins_us[device] = now_us
@@ -228,11 +185,17 @@ class _ListScheduler(ABC):
             if self.idle_us[device] < 0:
                 raise _TooSlowError
         row.append(act)
-        end_us = self.free_us[device] = now_us + duration_us
+        self.free_us[device] = end_us
         heappush(self.turns, (end_us, device))
-        return end_us
+        if kind == "F":
+            if stage + 1 < len(self.forwards):
+                self.send(tables.down[stage], end_us, self.forwards[stage + 1])
+            else:
+                self.gradients[stage].append(end_us)
+        elif kind != "W" and stage > 0:
+            self.send(tables.up[stage], end_us, self.gradients[stage - 1])
 
-    def send(self, route: _Route, end_us: float, arrivals: deque[float]) -> None:
+    def send(self, route: Route, end_us: float, arrivals: list[float]) -> None:
         other, link, send_us, blocking = route
         if link < 0:
             arrivals.append(end_us)
@@ -251,40 +214,53 @@ class _RuleScheduler(_ListScheduler):
         self.forward_first, self.most_waiting, self.patience = rules.forward_first, rules.most_waiting, rules.patience
         step = -1 if rules.later_chunk_first else 1
         self.forward_order = [stages[::step] for stages in problem.stages_by_device]
+        self.waiting: list[deque[tuple[int, int]]] = [deque() for _ in problem.stages_by_device]
+        """For each device, stage and micro-batch of every W that can run, oldest first."""
 
-    def turn(self, device: int, now_us: float) -> None:
+    def is_complete(self) -> bool:
+        return min(self.num_backwards) == self.num and not any(self.waiting)
+
+    def choose(self, device: int, now_us: float) -> Act | None:
         gradient, gradient_us = -1, inf
         for stage in self.problem.stages_by_device[device]:
-            gradients = self.gradients[stage]
-            if gradients and gradients[0] < gradient_us:
-                gradient, gradient_us = stage, gradients[0]
+            gradients, done = self.gradients[stage], self.num_backwards[stage]
+            if done < len(gradients) and gradients[done] < gradient_us:
+                gradient, gradient_us = stage, gradients[done]
         is_ready = gradient_us <= now_us
         if is_ready and not self.forward_first:
-            self.backward(device, gradient, now_us, is_whole=self.problem.is_whole[gradient])
-            return
+            return self._backward(device, gradient)
         forward, forward_us, is_full = self._next_forward(device, now_us)
         if forward_us <= now_us:
-            self.forward(device, forward, now_us)
-        elif is_ready:
-            self.backward(device, gradient, now_us, is_whole=self.problem.is_whole[gradient])
-        elif self.waiting[device]:
-            waiting, next_us = self.waiting[device], min(gradient_us, forward_us)
-            patience_us = self.patience[device] * self.times[waiting[0][0]].weight_backward_us
+            return forward, "F", self.num_forwards[forward]
+        if is_ready:
+            return self._backward(device, gradient)
+        if self.waiting[device]:
+            (stage, micro_batch), next_us = self.waiting[device][0], min(gradient_us, forward_us)
+            patience_us = self.patience[device] * self.tables.durations_us["W"][stage]
             if is_full or next_us - now_us >= patience_us:
-                self.weight_backward(device, *waiting.popleft(), now_us)
+                self.waiting[device].popleft()
+                return stage, "W", micro_batch
+        return None
+
+    def _backward(self, device: int, stage: int) -> Act:
+        micro_batch = self.num_backwards[stage]
+        if self.problem.is_whole[stage]:
+            return stage, "B", micro_batch
+        self.waiting[device].append((stage, micro_batch))
+        return stage, "I", micro_batch
 
     def _next_forward(self, device: int, now_us: float) -> tuple[int, float, bool]:
         # Return a stage of the device that may run a forward next, and the time at which its input arrives; -1 and
         # infinity if there is none. The third value is True if an input has arrived whose forward lacks memory.
         best, best_us, is_full = -1, inf, False
         for stage in self.forward_order[device]:
-            forwards = self.forwards[stage]
-            if not forwards or self.num_forwards[stage] - self.num_backwards[stage] >= self.most_waiting[stage]:
+            forwards, done = self.forwards[stage], self.num_forwards[stage]
+            if done == len(forwards) or done - self.num_backwards[stage] >= self.most_waiting[stage]:
                 continue
-            if self.left[device] < self.spare[stage]:
-                is_full = is_full or forwards[0] <= now_us
-            elif best_us > now_us and forwards[0] < best_us:
-                best, best_us = stage, forwards[0]
+            if self.left[device] < self.tables.spare_bytes[stage]:
+                is_full = is_full or forwards[done] <= now_us
+            elif best_us > now_us and forwards[done] < best_us:
+                best, best_us = stage, forwards[done]
         return best, best_us, is_full
 
 
@@ -302,41 +278,37 @@ class _OrderFollower(_ListScheduler):
         self.remaining = [*map(list, preferred)]
         self.lookahead, self.patience = lookahead, patience
 
-    def turn(self, device: int, now_us: float) -> None:
+    def is_complete(self) -> bool:
+        return not any(self.remaining)
+
+    def choose(self, device: int, now_us: float) -> Act | None:
         preferred, next_us = self.remaining[device], inf
-        for place in range(min(self.lookahead, len(preferred))):
-            stage, kind, micro_batch = preferred[place]
-            arrival_us = self._arrival_us(device, stage, kind, micro_batch)
-            if arrival_us > now_us:
-                next_us = min(next_us, arrival_us)
-                continue
-            if next_us < inf and next_us - now_us < self._patience_us(stage, kind):
-                return
-            del preferred[place]
-            if kind == "F":
-                self.forward(device, stage, now_us)
-            elif kind == "W":
-                self.waiting[device].remove((stage, micro_batch))
-                self.weight_backward(device, stage, micro_batch, now_us)
+        for place, act in enumerate(preferred[: self.lookahead]):
+            stage, kind, micro_batch = act
+            if kind == "W":
+                if micro_batch >= self.num_backwards[stage]:
+                    continue
             else:
-                self.backward(device, stage, now_us, is_whole=kind == "B")
-            return
+                is_forward = kind == "F"
+                arrivals = (self.forwards if is_forward else self.gradients)[stage]
+                done = (self.num_forwards if is_forward else self.num_backwards)[stage]
+                if micro_batch != done or micro_batch >= len(arrivals):
+                    continue
+                if is_forward and self.left[device] < self.tables.spare_bytes[stage]:
+                    continue
+                arrival_us = arrivals[micro_batch]
+                if arrival_us > now_us:
+                    next_us = min(next_us, arrival_us)
+                    continue
+            if next_us < inf and next_us - now_us < self._patience_us(stage, kind):
+                return None
+            del preferred[place]
+            return act
+        return None
 
     def _patience_us(self, stage: int, kind: Letter) -> float:
-        times = self.times[stage]
-        duration_us = {"F": times.forward_us, "W": times.weight_backward_us}.get(kind, times.input_backward_us)
+        duration_us = self.tables.durations_us["I" if kind == "B" else kind][stage]
         return self.patience * duration_us if duration_us else 0.0
-
-    def _arrival_us(self, device: int, stage: int, kind: Letter, micro_batch: int) -> float:
-        if kind == "W":
-            return 0.0 if (stage, micro_batch) in self.waiting[device] else inf
-        if kind == "F":
-            arrivals, done = self.forwards[stage], self.num_forwards[stage]
-            if self.left[device] < self.spare[stage]:
-                return inf
-        else:
-            arrivals, done = self.gradients[stage], self.num_backwards[stage]
-        return arrivals[0] if arrivals and micro_batch == done else inf
 
 
 def split_backwards(row: Sequence[Act], is_whole: Sequence[bool]) -> list[Act]:

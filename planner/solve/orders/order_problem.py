@@ -1,11 +1,14 @@
 """Input of the search for an action order: stages with their times and memory."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from planner.core.cost.arrays import FloatArray
 from planner.core.cost.peak_points import BACKWARDS, FORWARDS, INPUT_BACKWARDS, PARTS, WEIGHT_BACKWARDS
 from planner.core.cost.simulate import StageTimes
+from planner.core.schedule import Letter
 
 
 class ApproximateStageMemory(NamedTuple):
@@ -21,7 +24,48 @@ class ApproximateStageMemory(NamedTuple):
     """Largest additional memory of a running action."""
 
 
+class Route(NamedTuple):
+    """Receiver and link of a stage's results, for one direction."""
+
+    device: int
+    """Device of the receiving stage."""
+    link: int
+    """Index of the link; -1 if the receiving stage is on the sender's device."""
+    send_us: float
+    blocking: bool
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SimulationTables:
+    """Times, links and memory of stages in the form that list scheduling reads."""
+
+    first_device: int
+    """Device of stage 0."""
+    durations_us: Mapping[Letter, Sequence[float]]
+    """Duration of each kind of action, for each stage."""
+    last_durations_us: Mapping[Letter, Sequence[float]]
+    """Duration of the backwards of the last micro-batch, for each stage."""
+    saved_us: Sequence[float]
+    """For each stage, time by which a whole backward (B) is shorter than what `OrderProblem.busy_us` counts for it."""
+    last_saved_us: Sequence[float]
+    """The same time for the last micro-batch."""
+    down: Sequence[Route]
+    """Route from each stage but the last to the next one."""
+    up: Sequence[Route]
+    """Route from each stage to the previous one; unused for stage 0."""
+    held_bytes: Sequence[float]
+    """Memory of a micro-batch on each stage from its forward to its backward or input-gradient pass (I)."""
+    deferred_bytes: Sequence[float]
+    """Memory of a micro-batch on each stage between I and W."""
+    spare_bytes: Sequence[float]
+    """Memory that each stage's device must have left to start a forward of the stage."""
+    free_bytes: Sequence[float]
+    """Memory of each device for micro-batches."""
+    busy_us: Sequence[float]
+    """Result of `OrderProblem.busy_us` for each device."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class OrderProblem:
     """Stages whose action order is searched, with their devices, times and memory."""
 
@@ -39,6 +83,59 @@ class OrderProblem:
     """Memory limit of each device."""
     own_us: tuple[float, ...]
     """Time of optimizer steps and all-reduces on each device, as if they all followed the device's last action."""
+
+    @cached_property
+    def tables(self) -> SimulationTables:
+        """Tables for list scheduling, computed on first use."""
+        times, footprints, num_devices = self.times, self.footprints, len(self.stages_by_device)
+        devices = {stage: device for device, stages in enumerate(self.stages_by_device) for stage in stages}
+
+        def route(stage: int, other: int) -> Route:
+            device, to = devices[stage], devices[other]
+            link = -1 if device == to else device * num_devices + to
+            boundary = times[min(stage, other)]
+            return Route(to, link, boundary.send_us, boundary.blocking)
+
+        durations: dict[Letter, Sequence[float]] = {
+            "F": [t.forward_us for t in times],
+            "B": [t.backward_us for t in times],
+            "I": [t.input_backward_us for t in times],
+            "W": [t.weight_backward_us for t in times],
+        }
+        last: dict[Letter, Sequence[float]] = {
+            "B": [t.last_backward_us for t in times],
+            "I": [t.last_input_backward_us for t in times],
+        }
+        saved, last_saved = (
+            [
+                0.0 if is_whole else input_us + t.weight_backward_us - whole_us
+                for is_whole, t, input_us, whole_us in zip(self.is_whole, times, each["I"], each["B"], strict=True)
+            ]
+            for each in (durations, last)
+        )
+        # Memory for the largest running action and for one micro-batch of each later chunk is reserved. Otherwise the
+        # first chunk could fill the device with micro-batches that can never continue.
+        held = [max(footprint.held, footprint.between) for footprint in footprints]
+        return SimulationTables(
+            first_device=devices[0],
+            durations_us=durations,
+            last_durations_us=last,
+            saved_us=saved,
+            last_saved_us=last_saved,
+            down=[route(stage, stage + 1) for stage in range(len(times) - 1)],
+            up=[route(stage, max(0, stage - 1)) for stage in range(len(times))],
+            held_bytes=held,
+            deferred_bytes=[footprint.between for footprint in footprints],
+            spare_bytes=[
+                held[stage] + sum(held[other] for other in self.stages_by_device[devices[stage]] if other > stage)
+                for stage in range(len(times))
+            ],
+            free_bytes=[
+                limit - sum(footprints[s].always for s in stages) - max(footprints[s].above for s in stages)
+                for limit, stages in zip(self.limits_bytes, self.stages_by_device, strict=True)
+            ],
+            busy_us=[self.busy_us(device) for device in range(num_devices)],
+        )
 
     def busy_us(self, device: int) -> float:
         """Return the time that a device is busy in a step: its actions, all-reduces and optimizer steps."""
