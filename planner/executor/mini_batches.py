@@ -199,10 +199,7 @@ class MiniBatches:
         return self._loader.state_dict() if self._loader is not None else self._loader_state
 
     def load_state_dict(self, state: Any) -> None:
-        """Store the loader's state from a checkpoint.
-
-        The state is restored when the script passes its loader.
-        """
+        """Store the loader's state from a checkpoint, until the script passes its loader."""
         self._loader_state = check_loader_state(state)
         self._first, self.is_compared = None, False
 

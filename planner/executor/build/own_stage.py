@@ -130,11 +130,7 @@ class _StorageRecorder(TorchDispatchMode):
 
 
 class _PartialReplay(TorchDispatchMode):
-    """Dispatch mode for a second build of a model, in which only the tensors of this rank have values.
-
-    Operators on which these tensors depend (`needed`) run on real tensors. All other operators run on fake tensors. All
-    random numbers are drawn, so that the generator advances as in a build of the whole model.
-    """
+    """Dispatch mode for a second build of a model, in which only the tensors of this rank have values."""
 
     def __init__(self, notes: _StorageRecorder, needed: frozenset[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

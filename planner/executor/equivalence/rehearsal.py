@@ -46,7 +46,7 @@ _MOST_PARAMETERS = 20_000_000
 
 
 def check_repeated_forwards(loaded: LoadedModel, chain: Chain, *, limit_s: float) -> str:
-    """Check that all forwards take the same path through the code of the layers, and compare losses without gradients.
+    """Check, in a separate process, that all forwards of the layers take the same path through the code.
 
     Args:
         loaded: Loaded model file.

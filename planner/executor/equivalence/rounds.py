@@ -276,7 +276,7 @@ def _wait_for_reference(child: ChildProcess) -> None:
 
 
 class _GroupResult(NamedTuple):
-    """Result of the comparison of one pipeline, which has several cuts, with the reference."""
+    """Result of the comparison of one pipeline with the reference. The pipeline may have several cuts."""
 
     differences: Sequence[StageDifferences]
     """Differences of each rank."""

@@ -24,7 +24,7 @@ STEPS = 2
 """Number of training steps that are compared."""
 
 LATE_STEPS = 14
-"""Number of further steps of a small model, for code that does something else after some calls."""
+"""Number of further steps of a small model, to find code that behaves differently after some calls."""
 
 _FEW_PARAMETERS = 5_000_000
 """Number of parameters up to which a model is small."""

@@ -12,16 +12,13 @@ from planner.core.errors import UsageError
 
 _WAIT_S = 5.0
 """Seconds to wait for a job on this machine, which may be about to end."""
-_WAIT_OTHER_MACHINE_S = 60.0
-"""Seconds to wait for a job on another machine. A machine that is lost keeps its locks until the network file system
-releases them."""
+_WAIT_OTHER_MACHINE_S = 60.0  # a machine that is lost keeps its locks until the network file system releases them
+"""Seconds to wait for a job on another machine."""
 _HELD = (errno.EAGAIN, errno.EACCES)
 
 
 class FolderLock:
     """Lock that keeps other jobs from writing checkpoints into a folder.
-
-    It is a POSIX record lock: network file systems support such locks, and child processes do not inherit them.
 
     Raises:
         UsageError: Another job holds the lock.
@@ -52,12 +49,10 @@ class FolderLock:
             self._file = -1
 
     def _acquire(self) -> bool:
-        """Try to take the lock.
-
-        The result is True if this job has the lock now, or if the file system has no locks.
-        """
+        """Try to take the lock, and return False if another job has it."""
         file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
+            # A POSIX record lock: network file systems support such locks, and child processes do not inherit them.
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             os.close(file)

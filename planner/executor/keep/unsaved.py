@@ -38,7 +38,7 @@ _STORED = ("state", "param_groups", "defaults", "step")
 
 
 def further_objects(stages: Sequence[StageModule], optimizer: Optimizer) -> dict[str, Any]:
-    """Return the objects that a checkpoint must store besides tensors and the state of each parameter, by name."""
+    """Return objects to store in a checkpoint, by name: optimizer state of no single parameter, and extra state."""
     objects: dict[str, Any] = {}
     if not type(optimizer).__module__.startswith("torch.optim"):
         objects["optimizer"] = _OptimizerState(optimizer)
@@ -89,7 +89,7 @@ class UnsavedState:
     def changed(self) -> list[str]:
         """Return the names of attributes and buffers that changed since the previous call; nothing at the first call.
 
-        Call this method first after the first step, which may fill caches.
+        Call this method after the first step, which may fill caches, and after a later step.
         """
         every = numbers_in_attributes(self._modules)
         kept = {*self._at_start, *(name for name in every if name.startswith(tuple(self._read)))}

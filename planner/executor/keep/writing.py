@@ -18,7 +18,7 @@ from planner.executor.keep.saved import NotWrittenError
 from planner.executor.watch.activity import STORE, RankActivity
 
 _SYNCED_BYTES = 2**28
-"""Bytes between two syncs of a file, since data in the page cache may take minutes to write."""
+"""Bytes between two syncs of a file."""
 
 
 class RankState(NamedTuple):

@@ -102,20 +102,17 @@ def _measured(device: torch.device, progress: Callable[[str, int, int], None]) -
 def _transfer_us_over_gloo(index: int, one: Group, both: Group) -> list[float]:
     """Return the transfer time of one micro-batch for each message size. Only the sender's result is valid.
 
-    The time is calculated from a training step of two stages that compute nothing:
-
-        o    executor's time per action
-        t    transfer time of one micro-batch
-        M    number of micro-batches
-
-    The second stage starts after the first forward of the first stage, which takes o. A transfer keeps the receiver
-    busy, so the second stage needs t + o for each forward. Forwards take o + M (t + o), and backwards as long.
-
     Args:
         index: Index of the stage that this process runs.
-        one: Process group with this process alone, to measure o.
+        one: Process group with this process alone.
         both: Process group of both stages.
     """
+    # In a training step of two stages that compute nothing:
+    #     o    executor's time per action
+    #     t    transfer time of one micro-batch
+    #     M    number of micro-batches
+    # The second stage starts after the first forward of the first stage, which takes o. A transfer keeps the receiver
+    # busy, so the second stage needs t + o for each forward. Forwards take o + M (t + o), and backwards as long.
     alone_us = _empty_step_us(0, 1, _SIZES[0] // 4, one) if index == 0 else 0.0
     overhead_us = alone_us / (2 * MICRO_BATCHES)
     steps_us = (_empty_step_us(index, 2, size // 4, both) for size in _SIZES)

@@ -193,7 +193,7 @@ def mean_waits(processes: Mapping[int, Iterable[RunStep]], *, overlaps: bool) ->
 
 
 def with_waits(report: RunReport, runs: Sequence[ProcessRun], *, overlaps: bool) -> RunReport:
-    """Add bubble, idle times, transfers and the executor's overhead to a run report, without the warm-up.
+    """Add bubble, idle times, transfers and overhead, measured after the warm-up, to a run report.
 
     Args:
         report: Report of the run without these times.

@@ -7,7 +7,7 @@ layer needs no more memory than a layer that keeps its activations:
 - The layer's outputs and their gradients are released as soon as the backward has used them. Torch keeps them until the
   end of the backward.
 - The state of the random generators, 5 kB, is not stored: every run of the layer seeds them first (see `random_state`).
-- Outputs that carry no gradient do not get a gradient of zeros.
+- Outputs that require no gradient do not get a gradient of zeros.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,10 +30,9 @@ class RecomputedLayer:
     """Properties of a recomputed layer that must be known before the layer runs."""
 
     copies_input: bool
-    """True if the layer must copy its input, because the layer writes into it, or a later layer writes into a view of
-    it."""
+    """True if the layer needs a copy of its input, because the layer or a later layer writes into the tensors."""
     carries: tuple[bool, ...]
-    """True for each output tensor that carries a gradient."""
+    """True for each output tensor that requires a gradient."""
 
 
 def run_recomputed(run: Callable[[Any], Any], layer: RecomputedLayer, value: Any) -> Any:
@@ -114,17 +113,13 @@ class _Recomputing(torch.autograd.Function):
 
 
 def _take_gradients(into: list[Tensor | None], gradients: Tensors) -> tuple[None, ...]:
-    """Move `gradients` to the list `into`, and return None for each, so that autograd itself keeps none of them."""
+    """Move `gradients` to the list `into`, and return a None for each gradient."""
     into.extend(gradients)
     return (None,) * len(gradients)
 
 
 class _BackwardStart(torch.autograd.Function):
-    """Autograd function of a list of gradients and of one tensor for each gradient. It returns a scalar 0.
-
-    The backward gives each tensor its gradient from the list. It also empties the list, so that autograd releases each
-    gradient as early as possible.
-    """
+    """Autograd function whose backward takes the gradients of the tensors from a list, and empties the list."""
 
     @staticmethod
     def forward(ctx: Any, waiting: list[Tensor | None], *results: Tensor) -> Tensor:

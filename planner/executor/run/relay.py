@@ -64,9 +64,6 @@ def start_transfer(
 ) -> list[dist.Work]:
     """Begin to send numbers to a rank, or to receive numbers from it.
 
-    The transfer is a batch of one operation, because NCCL then needs no communicator, and no memory, for this pair of
-    ranks.
-
     Args:
         operation: `dist.isend` or `dist.irecv`.
         numbers: Tensor to send, or to receive into.
@@ -76,5 +73,6 @@ def start_transfer(
     Returns:
         Handles to wait for.
     """
+    # As a batch of one operation, because NCCL then needs no communicator, and no memory, for this pair of ranks.
     works: list[dist.Work] = dist.batch_isend_irecv([dist.P2POp(operation, numbers, rank, group=group)])
     return works

@@ -82,7 +82,7 @@ class _Entry:
 
 @dataclass(frozen=True)
 class _StateTensors:
-    """Buffers, frozen parameters and attributes of some layers, except for numbers, before a forward."""
+    """Buffers, frozen parameters and tensors in attributes of some layers, before a forward."""
 
     entries: list[_Entry]
     names: list[Any]

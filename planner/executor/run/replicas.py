@@ -126,7 +126,7 @@ class ReplicaGradients:
 
 
 def is_replica_hook(hook: Callable[..., object]) -> bool:
-    """Return True if a hook on a parameter is one of `ReplicaGradients`. These hooks only count gradients."""
+    """Return True if a hook on a parameter is one of `ReplicaGradients`."""
     return isinstance(getattr(hook, "__self__", None), ReplicaGradients)
 
 
@@ -157,10 +157,7 @@ class _Bucket:
         self._flat, self._work = flat, dist.all_reduce(flat, group=self._group, async_op=True)
 
     def finish(self, present: set[nn.Parameter]) -> None:
-        """Wait for the sums, and store them as gradients of `present`.
-
-        These parameters have a gradient in some replica.
-        """
+        """Wait for the sums, and store them as gradients of `present`, the parameters that have gradients."""
         self.start()
         assert self._work is not None
         self._work.wait()
@@ -171,10 +168,7 @@ class _Bucket:
 
 
 def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Yield groups of consecutive parameters of one dtype.
-
-    A group exceeds `BUCKET_BYTES` only if it has one parameter.
-    """
+    """Yield groups of consecutive parameters of one dtype, with at most `BUCKET_BYTES` or one parameter."""
     some: list[nn.Parameter] = []
     for parameter in parameters:
         size = sum(p.nbytes for p in some) + parameter.nbytes

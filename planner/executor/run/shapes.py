@@ -30,7 +30,7 @@ from planner.model.variables import undo_variable_changes
 
 @dataclass(frozen=True)
 class Boundary:
-    """Structure, constants and tensor shapes of the value that a micro-batch has at a boundary."""
+    """Structure, constants and tensor shapes of the value that is sent over a boundary for one micro-batch."""
 
     leaves: tuple[Any, ...]
     spec: TreeSpec
@@ -48,7 +48,7 @@ class Boundary:
         return tuple(leaf for leaf in self.leaves if isinstance(leaf, Tensor))
 
     def rebuild(self, tensors: Sequence[Tensor]) -> Any:
-        """Return the nested value that has these tensors."""
+        """Return the nested value of this boundary, with these tensors."""
         if self.spec.is_leaf():
             return tensors[0] if tensors else self.leaves[0]
         rest = iter(tensors)

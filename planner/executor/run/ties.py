@@ -16,8 +16,8 @@ from planner.executor.run.gradients import release_memory
 from planner.executor.run.placement import ProcessPlace
 from planner.model.layout import in_memory_order
 
-_PIECE = 2**20
-"""Number of elements whose bits are summed at a time. On a CPU, torch first converts them to integers of 8 bytes."""
+_PIECE = 2**20  # on a CPU, torch first converts the elements to integers of 8 bytes
+"""Number of elements whose bits are summed at a time."""
 
 _ROUNDING = 1e-3
 """Largest difference of two copies, relative to the largest element, that may be due to rounding on unequal devices."""
@@ -48,8 +48,7 @@ class TiedGradients:
         """Parameters that the same ranks hold, and the group of these ranks."""
         self._kept_elsewhere: list[nn.Parameter] = []
         self.counted_elsewhere: list[nn.Parameter] = []
-        """Parameters that another rank of the replica counts in sums over all parameters, such as the norm of the
-        gradients."""
+        """Tied parameters that another rank counts in the norm of all gradients."""
         by_ranks: dict[tuple[int, ...], list[nn.Parameter]] = {}
         for owners in shared:
             stages = {stage_of[layer] for layer, _ in owners}
@@ -72,10 +71,7 @@ class TiedGradients:
                 self._groups.append((held, group))
 
     def drop_copies(self) -> None:
-        """Drop existing gradients of tied parameters, except those of one copy. Call this method before a backward.
-
-        All copies have the same gradient, which must count once.
-        """
+        """Drop existing gradients of tied parameters, except those of one copy. Call this method before a backward."""
         for parameter in self._kept_elsewhere:
             parameter.grad = None
 

@@ -22,7 +22,7 @@ from planner.model.layout import in_memory_order, match_layout
 
 
 class Message(NamedTuple):
-    """Key of a message: kind, stage and micro-batch of the action on this process that receives or sends it."""
+    """Key of a message: kind, stage and micro-batch of the action that receives or sends the message."""
 
     kind: Letter
     stage: int

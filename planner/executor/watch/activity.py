@@ -6,7 +6,7 @@ from typing import Any
 ANY = -1
 """Value of `waits_for` for a wait for any stage."""
 STORE = -2
-"""Value of `waits_for` for a wait for all ranks that does not fail if a rank ends (over the key-value store)."""
+"""Value of `waits_for` for a wait for all ranks over the key-value store."""
 
 _OUTSIDE = ("at the start", "joining the others", "building the model", "between steps")
 """Activities outside of steps."""

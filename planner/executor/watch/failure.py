@@ -317,11 +317,8 @@ class FailureWatch:
                 self._leave(128 + self._signal)
 
     def _record_signals_for(self, seconds: float) -> None:
-        """Wait for `seconds`, and record signals that arrive.
-
-        A signal does not end the wait. Otherwise, if a launcher sends the signal to all ranks, all ranks would use the
-        store at once.
-        """
+        """Wait for `seconds`, and record signals that arrive."""
+        # A signal does not end the wait: if a launcher sends it to all ranks, they would use the store at once.
         end = time.monotonic() + seconds
         while not self._over.is_set() and select.select([self._wake[0]], [], [], max(0.0, end - time.monotonic()))[0]:
             for number in self._wake[0].recv(16):
@@ -351,7 +348,7 @@ class FailureWatch:
                 self._leave(128 + self._signal)
 
     def _announce_stop(self, store: Any, liveness: Heartbeats) -> None:
-        """Tell other ranks that the job stops. A scheduler may send the signal to only one rank."""
+        # A scheduler may send the signal to only one rank.
         if self._rank == 0:
             store.set("stopping", "")
         elif not self._is_stopping:
@@ -374,17 +371,14 @@ class FailureWatch:
             store.add("ready", 1)
 
     def _share_written_bytes(self, store: Any, liveness: Heartbeats) -> None:
-        """Add the bytes of checkpoints that this rank has written to the sum over all ranks.
-
-        If the sum has grown, this rank's wait for other ranks is not a hang yet: restart the clock of its activity.
-        """
+        """Add the bytes of checkpoints that this rank has written to the sum over all ranks."""
         written = self.activity.written_bytes - self._written_bytes
         late_s = min(liveness.silent_s, self._timeout_s / 2)
         if not written and (self.activity.waits_for is None or self.activity.idle_s < late_s):
             return
         self._written_bytes += written
         by_all = store.add("written", written)
-        if by_all != self._written_by_all_bytes:
+        if by_all != self._written_by_all_bytes:  # other ranks make progress, so a wait for them is not a hang yet
             self._written_by_all_bytes = by_all
             self.activity.restart_clock()
 

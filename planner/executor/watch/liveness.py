@@ -77,7 +77,7 @@ class Heartbeats:
         return {int(key.removeprefix("at/")): json.loads(text) for key, text in zip(keys, texts, strict=True)}
 
     def silent_ranks(self) -> list[int]:
-        """Return the ranks that have not left, and for which calls of this method saw no sign of life for `silent_s`.
+        """Return the ranks that have stopped writing to the store for `silent_s` seconds, but have not left.
 
         Only one rank of the job gets this list. On all other ranks, the list is empty.
         """
