@@ -1,4 +1,4 @@
-"""Explanation why no plan fits, with the smallest changes with which a plan fits.
+"""Explanation why no plan fits, and the smallest changes with which a plan would fit.
 
 For GPipe and 1F1B, a dynamic program finds the cuts that need the least memory. For other schedules, a short local
 search from even cuts looks for cuts that fit, so its result is advice, not a bound.

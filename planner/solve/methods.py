@@ -20,14 +20,14 @@ from planner.solve.space.any_order import least_us_in_any_order
 from planner.solve.space.case import Case
 
 MOST_ACTIONS_OF_SEARCH: Final = 1_000_000
-"""Number of actions that a searched schedule simulates for all cases, and again from the best plan: seconds each."""
+"""Number of actions to simulate for all cases of a searched schedule, and again from the best plan: seconds each."""
 
 _NEAR: Final = 1.1
 """Largest ratio of a case's step time to the fastest one with which a longer search may make the case the fastest."""
 
 NEARBY: Final = 1.1
-"""Largest ratio of a plan's step time to the fastest one at which the plan is improved, because longer searches made
-plans up to 17 % faster."""
+"""Largest ratio of a plan's step time to the fastest one at which the plan is improved. Longer searches made plans up
+to 17 % faster."""
 
 _CLEARLY: Final = 1.01
 """Ratio of step times above which a plan with more chunks per device counts as slower."""
@@ -138,7 +138,7 @@ class SearchedCases(NamedTuple):
         return min(self.bounds_us.values(), default=inf)
 
     def simplest_answer(self, best: Answer, share: float) -> Answer:
-        """Return the answer with the simplest schedule that takes at most `share` longer than the best answer."""
+        """Return the answer with the simplest schedule among the answers at most `share` slower than `best`."""
         if not share:
             return best
         # Schedules that come first in `SCHEDULES` count as simpler.

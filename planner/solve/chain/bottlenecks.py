@@ -1,7 +1,7 @@
 """Branch and bound over the bottlenecks of a plan under GPipe: its largest forward time and its largest backward time.
 
 Most of a step is (M-1) times the largest forward and the largest backward time of any stage or link. The dynamic
-program spends most of its time on partial plans that differ in these two times, because it can exclude few of them.
+program spends most of its time on partial plans that differ in these two times, because it can exclude few of these.
 The plane of the two times is therefore divided into boxes. A box contains the plans whose largest times are between its
 two corners:
 
@@ -37,10 +37,10 @@ from planner.solve.deadline import NEVER, Deadline
 from planner.solve.space.problem import NO_LIMIT, Bottlenecks, ChainProblem
 
 _MOST_LABELS, _ENOUGH_LABELS = 400, 5000
-"""Number of partial plans of one stage count, and of all stage counts; a box is divided if it has more than both."""
+"""Numbers of partial plans above which a box is divided: with equally many stages, and in total."""
 
 _GROWTH = 1.5
-"""Growth of `_ENOUGH_LABELS` per division, because some boxes do not become easier by division."""
+"""Factor of `_ENOUGH_LABELS` per division of a box. Some boxes do not become easier by division."""
 
 _SMALLEST = 1e-9
 """Longest side of a box that is not divided any more, relative to the largest time in the box."""

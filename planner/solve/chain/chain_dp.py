@@ -41,7 +41,7 @@ RELATIVE = 1e-12
 """Relative difference above which a number counts as better. Rounding errors are smaller."""
 
 SLACKS = (1.01, 1.05, 1.1, 1.25)
-"""Limits on the step time of a first plan, as multiples of the lower bound."""
+"""Limits on the step time of a first plan, as multiples of its lower bound."""
 
 _MORE_LABELS = 8
 """Number of partial plans kept for each first layer in the search before the exact search."""

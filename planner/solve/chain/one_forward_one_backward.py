@@ -29,7 +29,7 @@ from planner.solve.space.problem import ChainProblem
 from planner.solve.space.tables import NO_CHOICE
 
 _ORDER, _FIRST_ORDER = 3, 10
-"""Time to compute an action order, in batches of simulated partitions: if the budget is limited, and if it is not."""
+"""Time to compute an action order, in simulated batches: with a limited and with an unlimited budget."""
 
 _CELLS = 30
 """Number of table entries that take as long to compute as one simulated action."""

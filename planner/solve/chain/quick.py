@@ -62,7 +62,7 @@ def width_replicas_and_micro_batches(case: Case) -> tuple[int, int, int]:
 
 
 def step_us_without_bubble(answer: Answer) -> float:
-    """Return the step time of a search's best plan minus its bubble, to estimate schedules with a smaller bubble."""
+    """Return the step time of an answer's plan without the bubble."""
     assert answer.partition is not None
     evaluation = Evaluation(answer.case.costs, answer.partition, answer.case.cluster)
     return evaluation.step_us - evaluation.predicted.bubble * evaluation.pipeline_us

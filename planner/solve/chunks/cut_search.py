@@ -20,16 +20,16 @@ from planner.solve.progress import Progress
 from planner.solve.space.partitions import Evaluator
 
 _MOST_PICKED = 12
-"""Number of moves of a batch, the fastest ones, whose recomputation is chosen again."""
+"""Number of fastest moves of a batch whose recomputation is chosen again."""
 
 _FRUITLESS = 12
-"""Number of restarts in a row without a better plan that end a search."""
+"""Number of restarts in a row without a better plan, after which a search ends."""
 
 _FRUITLESS_FROM_BEST = 30
-"""Number of restarts without a better plan that end a search that starts from the best plan of a request."""
+"""Value of `_FRUITLESS` for a search from the best plan of a request."""
 
 _PROMISING, _PROMISING_ALONE = 1.05, 1.25
-"""Largest ratio of a result to the best step time that allows a restart, with a limited and an unlimited budget."""
+"""Largest ratio to the best step time at which a search restarts: with a limited and with an unlimited budget."""
 
 
 class CutSearch(Descent[PartitionCandidate]):

@@ -37,7 +37,7 @@ BATCH = 400
 _SINGLE_STEPS, _STEPS = (-4, -2, -1, 1, 2, 4), (-2, -1, 1, 2)
 
 _ALL_LENGTHS = 8
-"""Number of successive cuts up to which blocks of every number of cuts are moved; larger numbers grow 1.5-fold."""
+"""Numbers of consecutive cuts to move together: all numbers up to this one, then numbers that grow 1.5-fold."""
 
 _SHORT_SHARE = 2
 """Divisor of the budget for short descents from all starts."""
@@ -100,7 +100,7 @@ class Descent(ABC, Generic[CandidateT]):
 
     @abstractmethod
     def other_recomputations(self, candidate: CandidateT) -> Iterator[CandidateT]:
-        """Yield good partitions with the same cuts as the candidate, and with other recomputation."""
+        """Yield good partitions with the candidate's cuts and other recomputation."""
 
     @abstractmethod
     def perturb(self, candidate: CandidateT) -> CandidateT:

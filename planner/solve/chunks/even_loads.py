@@ -32,10 +32,7 @@ _LEAST_GAIN: Final = 1e-9
 
 
 def cuts_with_even_loads(evaluator: Evaluator, cuts: IntArray) -> IntArray:
-    """Return cuts that distribute the work of layers over the devices at least as evenly as `cuts`.
-
-    Both have the shape (stages + 1,).
-    """
+    """Return cuts that distribute the work over the devices at least as evenly as `cuts`, of shape (stages + 1,)."""
     case = evaluator.case
     work_us = tuple((case.costs.forward_us + case.least_backward_us).tolist())
     chunks, speeds = tuple(evaluator.stages_by_device), tuple(evaluator.speeds.tolist())

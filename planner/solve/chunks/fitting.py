@@ -22,7 +22,7 @@ from planner.core.cost.arrays import BoolArray, FloatArray, IntArray
 from planner.solve.space.partitions import Evaluator
 
 _MOST_COMBINATIONS = 81
-"""Largest number of combinations per device that are all tried; if there are more, only first chunks are recomputed."""
+"""If a device has more combinations, only those that recompute its first chunks are tried."""
 
 
 class RecomputeFitter:
@@ -59,12 +59,12 @@ class RecomputeFitter:
 
         Args:
             cuts: Cuts of each partition, shape (partitions, stages + 1).
-            choices: Choices to keep on devices that are not open, shape (partitions, stages).
+            choices: Choices to keep where `is_open` is False, shape (partitions, stages).
             is_open: True for devices whose choices may change, shape (partitions, devices).
 
         Returns:
-            Choices, shape (partitions, stages), and the bytes by which each device exceeds its memory limit with them,
-            shape (partitions, devices).
+            Choices, shape (partitions, stages), and the bytes by which each device exceeds its memory limit, shape
+            (partitions, devices).
         """
         evaluator = self._evaluator
         fitted = np.where(is_open[:, evaluator.device_of_stage], evaluator.allowed[0], choices)

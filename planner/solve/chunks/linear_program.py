@@ -108,7 +108,7 @@ class LinearConstraints:
 
 
 def approximate_num_constraints(evaluator: Evaluator) -> int:
-    """Return about how many constraints the linear program for an evaluator's partitions has."""
+    """Return the approximate number of constraints of the linear program."""
     return (
         3 * evaluator.num_stages * (evaluator.case.costs.num_layers - evaluator.num_stages) + 2 * evaluator.num_actions
     )

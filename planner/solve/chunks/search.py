@@ -38,29 +38,28 @@ from planner.solve.space.partitions import Evaluator
 from planner.solve.space.prefixes import BoundKind, PrefixBounds
 
 _MOST_OF_SEARCH, _SHARE = 20_000, 4
-"""Most actions of one descent on fewer devices than there are, and divisor of the budget left that it may use, if the
-effort is limited."""
+"""Limits of one descent that leaves devices unused: number of actions, and divisor of a limited budget left."""
 
 _MANY_MICRO_BATCHES, _LARGE_SHARE = 4, 2 / 3
-"""Number of micro-batches per device from which cuts with even work of devices are a start, and then the share of a
-limited budget that one descent may use."""
+"""Number of micro-batches per device from which searches also start from cuts with even work; and share of a limited
+budget that one descent may then use."""
 
 _MOST_OF_SEARCH_ALONE = 400_000
 """Largest number of actions of one descent: about half a second."""
 
 _LONG_STEP, _ROWS = 1000, 512
-"""Number of actions of a step from which batches are large, and their number of moves. If the budget allows only a few
-batches, large ones are better, because the simulation of 512 moves takes little longer than that of 128."""
+"""Number of actions of a step from which batches are larger, and the number of moves of these batches. The simulation
+of 512 moves takes little longer than the simulation of 128."""
 
 _MOST_OF_BOUND_ALONE = 400_000
-"""Longest time to solve a linear program with an unlimited budget, as the number of actions that take as long."""
+"""Longest time to solve a linear program with an unlimited budget, in simulated actions."""
 
 _MOST_FROM_BEST = 200_000
 """Largest number of actions of a descent from the best plan of a case."""
 
 _MOST_OF_BOUND, _ROWS_SQUARED = 10_000, 50
-"""Longest time to solve a linear program with a limited budget, as the number of actions that take as long; and the
-squared number of rows of a linear program that takes as long as one action."""
+"""Longest time to solve a linear program with a limited budget, in simulated actions; and the squared number of rows
+of a linear program that takes as long as one action."""
 
 _ITERATIONS = 20
 """Largest number of simplex iterations per row of a linear program."""
@@ -126,8 +125,7 @@ def improve_answer(answer: Answer, *, deadline: Deadline, descents: int = 0) -> 
     Args:
         answer: Answer from whose partition a local search starts.
         deadline: Time at which the search stops.
-        descents: Number of further local searches. They start from `start_cuts`, each with another random order of
-            moves. If memory is scarce, their results differ by several percent.
+        descents: Number of further local searches from `start_cuts`, each with another random order of moves.
     """
     start = answer.partition
     assert start is not None
@@ -316,7 +314,7 @@ def start_cuts(progress: Progress, evaluator: Evaluator) -> list[IntArray]:
     """Return cuts to start from: even cuts, and cuts that minimize the longest backward of any stage.
 
     With at least `_MANY_MICRO_BATCHES` per device, cuts with the evenest work of devices follow. Cuts that the case's
-    rules forbid are left out. If the request fixes the cuts, only these are returned.
+    rules forbid are left out. If the request fixes the cuts, return only the fixed cuts.
     """
     case, num_stages = evaluator.case, evaluator.num_stages
     if case.rules.balance is not None:

@@ -47,7 +47,7 @@ _FEW_LABELS = 64
 """Number of labels kept in the first run. It finds a good choice, with which the second run drops most labels."""
 
 _MANY_LABELS = 1 << 16
-"""Number of labels kept in a run that ignores time and finds any choice that fits; usually far fewer remain."""
+"""Number of labels kept in a run that ignores time and finds any choice that fits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +84,7 @@ def cheapest_recomputed_layers(
         end: One past the last layer of the stage.
         points: Points in the step at which the memory of the stage's device may peak.
         limit_bytes: Memory limit of the stage's device minus its reserve, in bytes.
-        most_choices: Number of partial choices kept per layer. The result is exact if there are never more.
+        most_choices: Limit on partial choices after each layer. The result is exact if the limit is never exceeded.
 
     Complexity: O(n P) for n layers and at most P partial choices per layer. P is small if many layers are equal.
     """
@@ -128,7 +128,7 @@ def cheapest_layers_within(
         layers: Memory of the stage's layers.
         limits: Memory limits of the stage, one for each point in the step.
         times_us: Time to recompute each layer.
-        most_choices: Number of partial choices kept per layer, as for `cheapest_recomputed_layers`.
+        most_choices: Limit on partial choices after each layer. The result is exact if the limit is never exceeded.
     """
     with_level = [limit for limit in limits if limit.peak >= 0]
     # If no layer of the stage runs, only the saved bytes count.

@@ -27,10 +27,10 @@ from planner.solve.space.case import Case, cuts_and_choices
 from planner.solve.space.partitions import Evaluator
 
 _MOST_PICKED = 4
-"""Number of moves of a batch, the fastest ones, whose recomputation is chosen again."""
+"""Number of fastest moves of a batch whose recomputation is chosen again."""
 
 _FRUITLESS = 8
-"""Number of restarts in a row without a better plan that end a search."""
+"""Number of restarts in a row without a better plan, after which a search ends."""
 
 _SOLVED = 600
 """Number of simulated actions that take as long as choosing the recomputed layers of one stage."""

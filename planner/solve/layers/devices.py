@@ -1,4 +1,4 @@
-"""Search for the recomputation of one device, whose stages (chunks) share its memory: whole stages, or some layers.
+"""Search for the stages or layers that one device recomputes. Its stages (chunks) share its memory.
 
 If all chunks are short, `subsets.py` lists the useful subsets of layers of each chunk. All combinations of them are
 compared, unless there are too many. Otherwise the layers are chosen for one chunk after the other. While the other
@@ -36,8 +36,7 @@ _MOST_JOINTLY = 20_000
 """Largest number of combinations of recomputations of a device's chunks that are compared at once."""
 
 _NEARLY_CHEAPEST = 1.25
-"""Largest ratio of a recomputation time to the shortest one. A longer time may be better if a stage has to wait anyway.
-"""
+"""Largest ratio of a recomputation time to the shortest one. A longer time may be better if a stage waits anyway."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

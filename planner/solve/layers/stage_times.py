@@ -18,8 +18,7 @@ from planner.solve.layers.cheapest import RELATIVE, LayerChoice, cheapest_recomp
 from planner.solve.space.tables import fill_stage_tables
 
 _MOST_RATIOS = 64
-"""Largest number of times per byte that `least_recompute_us` tries; if layers have more, the bound is slightly lower.
-"""
+"""Largest number of ratios of time to bytes that `least_recompute_us` tries. Fewer ratios lower the bound."""
 
 
 class _DeviceKey(NamedTuple):
@@ -47,9 +46,9 @@ class RecomputeTimes:
         return sum(map(len, self._exact.values()))
 
     def table(self, width: int, limit_bytes: float, points: PeakPoints) -> FloatArray:
-        """Return lower bounds of the recomputation time of each stage, in a table as in `planner.solve.space.tables`.
+        """Return lower bounds of the recomputation time of each stage, as entries [end, first - end + width].
 
-        The time is infinite if the stage never fits.
+        The stage has the layers first..end-1. The time is infinite if the stage never fits.
 
         Args:
             width: Number of layers of the longest stage.
@@ -110,8 +109,8 @@ def least_recompute_us(
         limit_bytes: Memory limit of the stages' device minus its reserve, in bytes.
 
     Returns:
-        Microseconds, one row per first layer and one column per last layer, which begin at `firsts[0]`; infinite if the
-        stage never fits. Entries whose last layer is before the first layer are undefined.
+        Microseconds, one row per first layer and one column per last layer from `firsts[0]` to `stop - 1`; infinite if
+        the stage never fits. Entries whose last layer is before the first layer are undefined.
 
     Complexity: O(n (stop - firsts[0]) R) for n first layers. R is the number of different ratios of recomputation time
     to freed bytes, at most `_MOST_RATIOS`.

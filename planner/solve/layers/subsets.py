@@ -32,9 +32,9 @@ class LayerSubsets(NamedTuple):
 
     @classmethod
     def of(cls, layers: StageLayers, times_us: FloatArray) -> "LayerSubsets":
-        """Return the subsets of a stage's layers that may be worth recomputing; at most `MOST_LAYERS` layers.
+        """Return the subsets of a stage's layers that may be worth recomputing.
 
-        `times_us` has the time to recompute each layer, in microseconds.
+        The stage has at most `MOST_LAYERS` layers. `times_us` has the time to recompute each layer, in microseconds.
         """
         trained = np.flatnonzero(layers.can_recompute)
         every = np.zeros((1 << len(trained), len(times_us)), dtype=np.bool_)

@@ -96,7 +96,7 @@ def follow_order(
         preferred: All actions of each device, in the preferred order; micro-batches of a stage ascend. A stage may run
             B for some micro-batches, and I and W for others.
         lookahead: Number of remaining preferred actions to choose from.
-        patience: Time that an action waits for an earlier one, as a multiple of its own duration.
+        patience: Time that an action waits for an earlier action, as a multiple of the waiting action's duration.
         limit_us: Longest allowed step time; the simulation stops when the order must exceed it.
 
     Returns:

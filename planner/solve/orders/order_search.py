@@ -40,7 +40,7 @@ _PATIENT = (0.0, 0.25)
 _EITHER = (True, False)
 
 _TRY_ACTIONS = 60
-"""Fixed time to make one order, as a number of simulated actions; for small pipelines it is most of the time."""
+"""Fixed time to make one order, in simulated actions."""
 
 _CHECK_ORDERS = 1
 """Number of orders that can be made in the time of one check by the exact memory model."""
@@ -55,7 +55,7 @@ _MERGE_SHARE = 0.2
 """Probability that a change of the order merges or splits backwards, if split backwards take longer than whole ones."""
 
 _WORSE = 5e-4
-"""Initial threshold: largest relative difference to the best step time of an order from which the search continues."""
+"""Initial threshold: the search may continue from an order that is slower than the best one by this share."""
 
 _PLACES = (-12, -9, -6, -4, -3, -2, -1, -1, 1, 1, 2, 3, 4, 6, 9, 12)
 """Numbers of positions by which an action may move."""
@@ -222,9 +222,9 @@ class _Tuning(NamedTuple):
 
 
 def least_period_us(problem: OrderProblem) -> float:
-    """Return an approximate lower bound of the step time of all orders, at which a search may end early.
+    """Return an approximate lower bound of the step time of all orders.
 
-    It is no proof, because the memory of the stages is approximate.
+    The bound is not proven, because the memory of the stages is approximate.
     """
 
     def each(name: str) -> FloatArray:

@@ -207,7 +207,7 @@ class _StageBounds:
     held: FloatArray
     """Memory of a micro-batch between its forward and its backward."""
     running: FloatArray
-    """Memory of a running forward or backward; the larger of both."""
+    """Memory of a running forward or backward, whichever is larger."""
     inside: FloatArray
     """1 if the memory of the stage is known; 0 if the stage is too long for the tables of `Evaluator`."""
 

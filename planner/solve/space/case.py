@@ -28,7 +28,7 @@ class StageRules:
     together: tuple[tuple[int, ...], ...] = ()
     """Groups of layers that must be in one stage."""
     apart: tuple[tuple[int, ...], ...] = ()
-    """Groups of layers of which no two may be in one stage."""
+    """Groups of layers that must all be in different stages."""
     balance: tuple[int, ...] | None = None
     """Number of layers of each stage, if the cuts are fixed; None to allow all cuts."""
 
@@ -210,9 +210,9 @@ class Case:
         Args:
             num_stages: Largest number of stages if all devices and links are equal, else the exact number.
             width: Number of layers of the longest stage to consider.
-            most_bytes: Second memory limit of every device in bytes, reserve included; the smaller limit applies.
-            every_choice: True to list each stage once for every recompute choice that fits, with its peak memory; False
-                to list each stage with its fastest choice that fits.
+            most_bytes: Additional memory limit of every device in bytes, reserve included.
+            every_choice: True to list each stage with every recompute choice that fits, and its peak memory; False to
+                list each stage with its fastest choice that fits.
             exact: True to use exactly `num_stages` stages, even if all devices and links are equal.
         """
         return ChainProblem(

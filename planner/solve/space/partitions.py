@@ -72,7 +72,7 @@ class Evaluator:
         self.transfer_us = np.stack([times[link] for link in links])
         self.blocking = np.array([link.blocking for link in links])
         self.allowed = allowed_choices(case.policy, case.micro_batches)
-        """Allowed recomputation: indices into `CHOICES`, from the fastest to the one that needs least memory."""
+        """Allowed recompute choices: indices into `CHOICES`, fastest first."""
         share = -(-case.costs.num_layers // self.num_stages)
         self.width = width or min(case.costs.num_layers, _WIDEST * share)
         """Number of layers of the longest stage in the memory tables."""
@@ -272,7 +272,10 @@ class Evaluator:
 
     @cached_property
     def peak_counts(self) -> list[FloatArray]:
-        """Number of times that each memory part (`PARTS`) exists when memory may peak, one array per device."""
+        """Number of memory parts of each kind (`PARTS`) at the points where memory may peak.
+
+        One array per device, shape (points, stages per device, parts).
+        """
         return [counts.astype(np.float64) for counts in peak_part_counts(self.actions)]
 
     @cached_property

@@ -18,7 +18,7 @@ MOST_CANDIDATES: Final = 1 << 20
 """Number of stages computed in one batch, which limits temporary memory."""
 
 _MOST_AT_ONCE = 1 << 18
-"""Largest number of stages that are computed only once, for all levels."""
+"""Largest number of stages to store instead of computing them again."""
 
 
 class BoundKind(NamedTuple):
@@ -44,7 +44,7 @@ class PrefixBounds:
         cells = len(problem.tables[0]) * (problem.num_layers + 1) * problem.width
         is_once = problem.is_uniform and cells <= _MOST_AT_ONCE
         self.shared_stages = self.stages(0, np.arange(problem.num_layers + 1)) if is_once else None
-        """Stages that end at each cut, if all levels have the same stages; else None."""
+        """Stages that end at each cut, if they do not depend on the number of later stages; else None."""
         self.least = self._least_of_prefixes()
         """Lower bounds by name; entry [r][i] is for layers 0..i-1 in at most r stages (exactly r if the problem is
         `exact`)."""

@@ -29,7 +29,7 @@ class StageTimeArrays(NamedTuple):
     last_backward: FloatArray
     """Backward time of micro-batch M-1, with recomputation."""
     slack_us: FloatArray
-    """Time by which the next stage's optimizer step may exceed this stage's without delaying the next step."""
+    """Time by which the optimizer step of the next stage may be longer without delaying the next step."""
     link: FloatArray
     """Time on the link to the next stage, shape (n, 1)."""
     own_us: FloatArray
@@ -99,7 +99,10 @@ class LinkTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DeviceTable:
-    """Recomputation of all stages that one device can run. Rows and columns are as in `planner.solve.space.tables`."""
+    """Recomputation of all stages that one device can run.
+
+    Entry [end, first - end + width] of a table is for the stage of the layers first..end-1.
+    """
 
     speed: float
     choice: ChoiceArray
