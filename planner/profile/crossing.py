@@ -4,8 +4,7 @@ In forward, a layer's input has the memory of the previous layer's output. In ba
 has the memory of the gradient of the next layer's input.
 
 Only the memory is passed, not the values. Before each pass, inputs are set to their traced values, and gradients to
-ones. Otherwise, values may become NaN after many layers with random parameters. They may also become so small
-(denormal) that a CPU takes a hundred times as long for them.
+ones. Otherwise, values may become NaN or denormal after many layers with random parameters.
 """
 
 from collections.abc import Iterable, Sequence
@@ -63,7 +62,7 @@ def own_storages_of(unit: LayerToMeasure) -> frozenset[int]:
 
 
 def tensors_fit_in_cache(values: Iterable[Any]) -> bool:
-    """Return True if the tensors in `values` have at most 256 KiB together, which all CPUs and GPUs can cache."""
+    """Return True if the tensors in `values` have at most 256 KiB together. All CPUs and GPUs can cache these."""
     return sum(value.nbytes for value in values if isinstance(value, Tensor)) <= _SMALL_BYTES
 
 
@@ -90,10 +89,7 @@ def make_layer_inputs(
 
 
 def _copy_input(value: Any, output: Any, own_storages: frozenset[int]) -> Any:
-    """Return a copy of a traced input, in the memory of `output` if possible.
-
-    The copy is a leaf of the autograd graph if it is a dense `torch.Tensor`. Copies of other tensors are no leaves.
-    """
+    """Return a copy of a traced input, in the memory of `output` if possible."""
     if not isinstance(value, Tensor):
         return value
     # An output without a gradient may be a table that the model keeps, so its memory is not overwritten.
@@ -121,7 +117,7 @@ def _is_like(tensor: Tensor, like: Tensor, shape: torch.Size) -> bool:
 
 
 def _same_memory(tensor: Tensor) -> Tensor:
-    """Return a tensor in the same memory that is no view, so that it has its own version counter."""
+    """Return a tensor in the same memory, with a version counter of its own."""
     with torch.no_grad():
         return tensor.new_empty(0).set_(
             tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()

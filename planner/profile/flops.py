@@ -36,10 +36,9 @@ def forward_flops(unit: LayerToMeasure, received: MeasurementInput) -> int:
 
 
 class _Takes(nn.Module):
-    """Wrapper that passes a tuple as one argument to a layer.
+    """Wrapper that passes a tuple as one argument to a layer."""
 
-    The tracer would spread the tuple into several arguments.
-    """
+    # The tracer would spread the tuple into several arguments.
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()

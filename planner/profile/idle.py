@@ -21,8 +21,8 @@ from planner.profile.units import LayerToMeasure, MeasurementInput
 def parameters_without_gradients(task: ProfilingTask, records: LayerRecords) -> dict[str, frozenset[str]]:
     """Return the names of trained parameters that never get a gradient, by digest of the layer.
 
-    Layers with equal operators have the same digest. The names are those in the first layer with this digest. Two kinds
-    of parameters are left out: parameters that several layers share, and parameters of layers that read tensor values.
+    Layers with equal operators have the same digest; the names are those in the first of these layers. Parameters that
+    several layers share are left out.
     """
     idle = {
         digest: _without_gradient(unit, records.inputs[digest, records.sizes[0]])
@@ -59,7 +59,7 @@ def _without_gradient(unit: LayerToMeasure, received: MeasurementInput) -> froze
     unit.module.zero_grad()
     with OperatorWatch(before=ran):
         outputs = unit.run(received.non_leaf_copies(), received)
-    if any(asks):
+    if any(asks):  # the code depends on tensor values, so a parameter may get a gradient for other values
         return frozenset()
     carrying = [output for output in outputs if isinstance(output, Tensor) and output.requires_grad]
     if carrying:

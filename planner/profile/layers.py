@@ -25,12 +25,11 @@ class MeasuredCosts:
     rewritten_bytes: Mapping[str, int]
     """Bytes of the layer's state that its forward writes."""
     idle: Mapping[str, Collection[str]]
-    """Names of the parameters without gradients in the first layer of each digest (`parameters_without_gradients`)."""
+    """Names of parameters that never get a gradient (`parameters_without_gradients`)."""
     optimizer: Sequence[OptimizerCost]
-    """Cost of the optimizer for each layer. Layers with equal digests may differ in this cost, because their parameters
-    may be in different groups of the optimizer."""
+    """Cost of the optimizer for each layer. Layers with equal digests may differ in this cost."""
     optimizer_boundary_peaks: Sequence[int]
-    """For each layer, the temporary bytes of updating it right after the previous layer."""
+    """For each layer, the temporary bytes when the optimizer continues from the previous layer to this layer."""
     flops: Mapping[str, int]
     """Number of floating-point operations of a forward at the smallest micro-batch size."""
     times: Mapping[LayerKey, LayerTimes]

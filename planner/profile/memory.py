@@ -241,11 +241,8 @@ def _boundaries(
 
 
 def _relayed(unit: LayerToMeasure, received: MeasurementInput, sources: Sequence[int]) -> list[bool]:
-    """Return, for each output, True if it is an unchanged input of the layer.
-
-    Both then have the same storage. If the output has a gradient, its storage is also that of the input's gradient.
-    `sources[n]` is the index of the input with the same storage as output n, or a number that is no input's index.
-    """
+    """Return, for each output, True if the output is an unchanged input of the layer."""
+    # `sources[n]` is the index of the input with the same storage as output n, or a number that is no input's index.
     leaves = received.new_leaf_copies()
     inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if not any(source in range(len(inputs)) for source in sources):
@@ -263,6 +260,7 @@ def _relayed(unit: LayerToMeasure, received: MeasurementInput, sources: Sequence
         id(leaf): gradient for leaf, gradient in zip(wanted, input_gradients, strict=False) if gradient is not None
     }
 
+    # The gradient of an unchanged input has the storage of the output's gradient.
     def passes(output: Tensor, source: int) -> bool:
         if source not in range(len(inputs)) or not output.requires_grad:
             return source in range(len(inputs))

@@ -50,8 +50,8 @@ def measure_optimizer(
     Args:
         module: The layer.
         whole: Optimizer of the whole model.
-        stands_for: Layer whose optimizer options and order of parameters are used. It must have the same operators as
-            `module`. None: `module` itself.
+        stands_for: Layer with equal operators, whose optimizer options and order of parameters are used; by default
+            `module`.
         meter: Meter of the device.
         clock: Clock of the device.
         repeats: Number of timed updates.
@@ -107,10 +107,8 @@ def trained_parameters(module: nn.Module, idle: Collection[str] = ()) -> list[nn
 
 
 def first_of_same_cost(units: Sequence[LayerToMeasure], whole: WholeModelOptimizer) -> list[int]:
-    """Return, for every layer, the index of the first layer whose update costs the same.
-
-    Updates of layers with equal operators may differ in cost, because optimizer groups may have different options.
-    """
+    """Return, for every layer, the index of the first layer whose update costs the same."""
+    # Updates of layers with equal operators may differ in cost, because optimizer groups may have different options.
     options = {id(p): group.cost_options for group in whole.groups() for p in group.parameters}
     first: dict[tuple[str | None, ...], int] = {}
     return [
@@ -122,10 +120,9 @@ def first_of_same_cost(units: Sequence[LayerToMeasure], whole: WholeModelOptimiz
 def optimizer_boundary_peaks(
     layers: Sequence[Sequence[Tensor]], whole: WholeModelOptimizer, *, device: torch.device, meter: MemoryMeter
 ) -> list[int]:
-    """Return the temporary bytes of updating each layer right after the previous layer; 0 for the first layer.
+    """Return the temporary bytes when an optimizer continues from each layer to the next layer; 0 for the first layer.
 
-    An optimizer that updates parameter by parameter may release the last tensor of a parameter only during the update
-    of the next one.
+    An optimizer may release a temporary tensor of a parameter only during the update of the next parameter.
 
     Args:
         layers: For each layer, the trained parameters that have gradients. Their values are not read.

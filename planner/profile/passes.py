@@ -1,9 +1,7 @@
 """Time one pass of neighboring layers: all their forwards, then all their backwards.
 
-This order gives caches and free memory nearly the same state as within a stage. When forward and backward of each layer
-were timed alternately, the forwards of a small U-Net took a fifth longer than in the model, and those of an MLP twice
-as long. Timing each layer separately adds overhead, mainly the start of autograd's engine. The overhead is measured on
-a layer that does nothing, and subtracted. Otherwise it would be the larger part of short times such as 10 us.
+This order gives caches and free memory nearly the same state as within a stage. Timing each layer separately adds
+overhead, mainly the start of autograd's engine. The overhead is measured on a layer that does nothing, and subtracted.
 """
 
 import gc
@@ -30,8 +28,7 @@ from planner.profile.units import LayerToMeasure, MeasurementInput
 class UnsplitBackwardTimer:
     """Timer of a layer's forward and whole (not split) backward.
 
-    As in the second and later micro-batches, the backward adds to existing gradients. For a large layer, the time of
-    adding is measured separately, because two copies of its gradients may not fit in memory.
+    The backward adds to existing gradients, as in all micro-batches except the first.
     """
 
     clock: Clock
@@ -60,9 +57,9 @@ class UnsplitBackwardTimer:
             return self.clock.time_us(run)
 
     def backward_us(self, unit: LayerToMeasure, end: Tensor) -> tuple[float, float]:
-        """Run the backward from `end`, and return (0, its time in microseconds): a whole backward has no pass I."""
+        """Run the backward from `end`, and return 0 (for pass I) and its time in microseconds."""
         backward_us = self.clock.time_us(end.backward)
-        if is_large(unit):
+        if is_large(unit):  # two copies of the gradients may not fit in memory, so adding is timed separately
             gradients = [p.grad for p in unit.module.parameters() if p.grad is not None]
             backward_us += sum(_adding_us(gradient, self.clock) for gradient in gradients)
             _take_gradients(unit)
@@ -74,10 +71,7 @@ class UnsplitBackwardTimer:
 
 @dataclass(frozen=True, kw_only=True)
 class SplitTimer(UnsplitBackwardTimer):
-    """Timer of a layer's forward and split backward (input gradients I, weight gradients W).
-
-    The forward takes longer than before a whole backward, because it records what the split needs.
-    """
+    """Timer of a layer's forward and split backward (input gradients I, weight gradients W)."""
 
     split: SplitBackward
 
@@ -107,12 +101,13 @@ def _empty_layer(unit: LayerToMeasure) -> tuple[LayerToMeasure, MeasurementInput
 
 
 class _TurnTimes(NamedTuple):
-    """Times of one run of a layer. Layers are timed in turns."""
+    """Times of one run of a layer."""
 
     forward_us: float
     input_us: float
-    """Time of I if the backward is split (then `backward_us` is that of W), else 0."""
+    """Time of pass I; 0 if the backward is not split."""
     backward_us: float
+    """Time of the backward, or of pass W if the backward is split."""
 
 
 class _Turn:
@@ -176,10 +171,12 @@ def time_once(timer: UnsplitBackwardTimer, unit: LayerToMeasure, received: Measu
 def time_neighbors(
     timer: UnsplitBackwardTimer, layers: Sequence[tuple[LayerToMeasure, MeasurementInput]]
 ) -> list[tuple[float, float]]:
-    """Return the times of forward and backward of each layer, in microseconds, as in a stage.
+    """Return the times of forward and backward of consecutive layers, in microseconds.
 
-    All forwards run first, then all backwards. With a split backward, the times are those of forward plus I, and of W.
+    All forwards run first, then all backwards. With a `SplitTimer`, the times are those of forward plus I, and of W.
     """
+    # When forward and backward of each layer were timed alternately, the forwards of a small U-Net took a fifth longer
+    # than in the model, and the forwards of an MLP twice as long.
     turns = [_Turn(*layer) for layer in layers]
     nothing = _Turn(*_empty_layer(layers[0][0]))  # its times are the overhead of timing a layer
     middle = len(turns) // 2
@@ -223,7 +220,7 @@ def _add(total: Tensor, gradient: Tensor) -> None:
 
 
 def is_large(unit: LayerToMeasure) -> bool:
-    """Return True if the layer's gradients need so much memory that they are released after each measured run."""
+    """Return True if the layer's parameters are larger than the cache."""
     return unit.parameter_bytes > CACHE_BYTES
 
 
@@ -234,7 +231,7 @@ def _take_gradients(unit: LayerToMeasure) -> None:
 
 
 def fill_missing_gradients(unit: LayerToMeasure) -> None:
-    """Set missing gradients to zeros, as in the second and later micro-batches."""
+    """Set missing gradients to zeros, so that a backward adds to existing gradients."""
     for parameter in unit.module.parameters():
         if parameter.requires_grad and parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)

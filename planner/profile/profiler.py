@@ -55,7 +55,7 @@ def profile_model(
         progress: Function that is called before each measurement.
         warn: Function that is called with warnings for the user.
         note: Function that is called with notes about defaults.
-        earlier: Measurements of an interrupted run; they are used if model and environment are the same.
+        earlier: Measurements of an interrupted run, which are used if the model and the environment are equal.
 
     Raises:
         ModelError: The model cannot be built, cut, or run on its example batch.
@@ -112,8 +112,6 @@ def profile_model(
 def check_optimizer_of(loaded: LoadedModel, device: str) -> None:
     """Raise an error if a model's optimizer or gradient hooks cannot work on stages.
 
-    The optimizer runs on the CPU, because this process must not use CUDA before the equivalence check forks it.
-
     Raises:
         ModelError: The model cannot be built, or its optimizer or a hook is refused (`check_optimizer`, `check_hooks`).
         UsageError: The device is unknown or not on this machine.
@@ -124,6 +122,7 @@ def check_optimizer_of(loaded: LoadedModel, device: str) -> None:
         with suppress(Exception):  # a model that needs values is built normally below, which raises other errors again
             model = build_lean(loaded.build)
         parameters = list((loaded.build() if model is None else model).parameters())
+    # The optimizer runs on the CPU: this process must not use CUDA before the equivalence check forks it.
     check_optimizer(loaded.build_optimizer, parameters, torch.device("cpu"))
     if any(map(has_hooks, parameters)):
         find_chain(loaded, torch.device("cpu"))

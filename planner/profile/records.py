@@ -30,7 +30,7 @@ class SizedLayer:
     """Layer to measure, with one micro-batch size."""
 
     key: LayerKey
-    """Digest of the layer at the first profiled micro-batch size, and the micro-batch size to measure."""
+    """Digest of the layer, and the micro-batch size to measure."""
     unit: LayerToMeasure
     """Layer as traced at the micro-batch size to measure."""
     received: MeasurementInput

@@ -19,12 +19,10 @@ from planner.profile.units import LayerToMeasure, MeasurementInput
 def rewritten_bytes(unit: LayerToMeasure, received: MeasurementInput) -> int:
     """Return the bytes of a layer's state that every forward writes or replaces.
 
-    Two forwards are run. State that only one of them writes does not count.
-
-    State is buffers, frozen parameters and tensors in attributes, without running statistics of batch normalization
-    (`planner.model.state`). The layer must have run before, so that values that are computed only once, such as tables,
-    exist. The input may have any micro-batch size.
+    State is buffers, frozen parameters and tensors in attributes, without running statistics of batch normalization.
+    The layer must have run before. The input may have any micro-batch size.
     """
+    # State that only one of two forwards writes does not count, nor do tables that only the first forward computes.
     once, again = _written(unit, received), _written(unit, received)
     # A tensor with several names counts once, by its storage.
     sizes = {storage: size for place in once.keys() & again.keys() for storage, size in again[place].items()}

@@ -1,8 +1,8 @@
 """Measure the memory of a layer with a split backward: input-gradient pass I and weight-gradient pass W.
 
-The result supplements that of the whole backward (`planner.profile.memory`), and is measured with the same meter. A
-peak counts from the memory in use when I or W begins, which includes the inputs. During I, the next layer or the
-executor may keep the layer's outputs in memory. So three peaks of I are measured:
+The result supplements the memory of the whole backward (`planner.profile.memory`). A peak counts from the memory in use
+when I or W begins, which includes the inputs. During I, the next layer or the executor may keep the layer's outputs in
+memory. So three peaks of I are measured:
 
     kept in memory           case
     nothing                  within a stage, as a rule

@@ -20,7 +20,7 @@ from planner.profile.units import trace_layers
 
 @dataclass(frozen=True)
 class ModelChange:
-    """Difference between a model and its profile. `layer` is empty if it concerns the whole model."""
+    """Difference between a model and its profile. `layer` is empty for a difference of the whole model."""
 
     layer: str
     message: str

@@ -45,7 +45,7 @@ class ProgressCounter:
         Args:
             keys: Digest and micro-batch size of each measurement.
             names: Name of each layer, by its digest.
-            passes: Weight of one measurement in the progress: number of timed passes that take about as long.
+            passes: Duration of one measurement, as a number of timed passes.
         """
         self._total += passes * sum(size for _, size in keys)
         for digest, size in keys:
@@ -54,7 +54,7 @@ class ProgressCounter:
             self._done += passes * size
 
     def begin(self, text: str, samples: int) -> None:
-        """Report with `text` that a measurement of so many `samples` starts while others run."""
+        """Report with `text` that a measurement of `samples` samples starts."""
         self._total += samples
         self._progress(text, self._done, self._total)
 
@@ -69,7 +69,7 @@ class Measurements:
     """Measurements so far, from which an interrupted run can continue."""
 
     header: PartialProfile
-    """Header of their file: model, device and versions for which the measurements are valid."""
+    """Model, device and versions for which the measurements are valid."""
     memory: dict[LayerKey, MemoryDetail] = field(default_factory=dict)
     split_memory: dict[LayerKey, SplitMemory] = field(default_factory=dict)
     """Memory of layers with a split backward."""
@@ -117,7 +117,7 @@ class ProfilingTask:
     lean: bool
     """True if the model's parameters have no values yet; they get random values when their layers are measured."""
     buffer_bytes: Mapping[str, int]
-    """Bytes of each layer's buffers before its first forward, which may enlarge them, by name of the layer."""
+    """For each layer name, the bytes of the layer's buffers before the first forward."""
     options: ProfilerOptions
     measurements: Measurements
     """Measurements so far, including those of an interrupted run."""

@@ -3,9 +3,7 @@
 The backward is timed as a whole, and split into the passes I and W.
 
 All layers are timed once, then all a second time, and so on. If the machine slows down for a while, this affects all
-layers alike. This order also gives the cache the same content as in training: between two runs of a layer, other layers
-replace its parameters in the cache. So layers with equal operators take turns. If only one of them ran, its parameters
-would stay in the cache.
+layers alike. Between two runs of a layer, other layers replace its parameters in the cache, as in training.
 """
 
 import gc
@@ -83,6 +81,7 @@ def measure_times(
         key: detail.internal_bytes + sum(tensor.bytes for tensor in (*detail.inputs, *detail.outputs))
         for key, detail in records.memory.items()
     }
+    # Layers with equal operators take turns. If only one of them ran, its parameters would stay in the cache.
     equal = {digest: layers_exceeding_cache(units, digest) for digest, _ in inputs}
     for unit in chain.from_iterable(equal.values()):
         # Gradients are allocated before anything runs. Between transient tensors, they would fragment the memory.
@@ -176,7 +175,7 @@ def measured_split_times(samples: Sequence[tuple[float, float]], whole: LayerTim
 
 
 def layers_exceeding_cache(units: Sequence[LayerToMeasure], digest: str) -> list[LayerToMeasure]:
-    """Return so many layers with this digest that their parameters exceed the cache; if there are too few, all."""
+    """Return layers with this digest until their parameters together exceed the cache."""
     equal = [unit for unit in units if unit.digest == digest]
     size = equal[0].parameter_bytes
     return equal[: 1 + CACHE_BYTES // size] if size else equal[:1]

@@ -42,7 +42,7 @@ class Backend(Protocol):
 
         Args:
             loaded: The model.
-            lean: True if the model was built without values of parameters, because no layer reads values.
+            lean: True if the model's parameters have no values.
 
         Raises:
             ModelError: The layers read values of tensors, but the backend runs them without values.

@@ -150,7 +150,7 @@ class EstimatedBackend:
 
 @contextmanager
 def as_ghosts_if_lean(task: ProfilingTask) -> Iterator[None]:
-    """Replace parameters and buffers without values by ghosts (tensors without values) in the `with` block."""
+    """If the task's model has no values, replace its parameters and buffers by ghosts in the `with` block."""
     if not task.lean:
         yield
         return
@@ -164,7 +164,7 @@ def as_ghosts_if_lean(task: ProfilingTask) -> Iterator[None]:
 
 
 class GhostMeter:
-    """Meter that adds up the storages that operators create and that still exist."""
+    """Meter of the memory that ghosts (tensors without values) would use."""
 
     def __init__(self) -> None:
         self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
@@ -199,7 +199,7 @@ class GhostMeter:
 
 
 class RooflineClock:
-    """Clock that estimates times: it adds up lower bounds of the times of operators, from a device's peak rates."""
+    """Clock that adds up the times of operators, estimated from the rates of a device."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
@@ -231,11 +231,11 @@ class RooflineClock:
         return self._total_us
 
     def restart(self) -> None:
-        """Set the time to zero. The measured function calls this after its preparations."""
+        """Set the time to zero."""
         self._total_us = 0.0
 
     def stop(self) -> None:
-        """Do nothing. In a measured function, no operators follow this call."""
+        """Do nothing, because this clock counts operators and not elapsed time."""
 
     def flops_of(self, unit: LayerToMeasure, received: MeasurementInput) -> int:
         """Return the number of floating-point operations of a layer's forward."""

@@ -56,7 +56,7 @@ class MeasuredBackend:
         return self._kind.describe()
 
     def check(self, loaded: LoadedModel, *, lean: bool) -> None:
-        """Accept any model, because parameters get values before layers run."""
+        """Accept any model."""
 
     def measure(self, task: ProfilingTask) -> BackendResult:
         """Measure memory first, while nothing else is allocated, and then times."""

@@ -14,8 +14,8 @@ arXiv:2401.10241, table 1; both have f = 4h). F is the forward, I the input-grad
 
 Bytes that each device keeps of one micro-batch for its backward (Korthikanti et al., "Reducing Activation Recomputation
 in Large Transformer Models", arXiv:2205.05198, equations 1 to 4, where f = 4h and e = 2). Tensor parallelism splits
-some tensors, of which each of the t devices has a part. Each device has whole copies of the others, unless sequence
-parallelism splits these as well:
+some tensors among the t devices. Each device has whole copies of all other tensors, unless sequence parallelism splits
+them:
 
                   whole                split
     embedding     bsh (e + 1)          -
@@ -32,8 +32,8 @@ Each product whose inputs are split among the t devices is followed by an all-re
 all-reduces in forward and two in backward. The embedding has one in forward, the head has one in backward. With
 sequence parallelism, gathers and scatters of as many bytes replace the all-reduces.
 
-The formulas do not count workspaces of kernels, nor the time of operators that memory limits rather than arithmetic. A
-rate (FLOP/s) that was measured in training runs includes the effect of these operators.
+The formulas do not count workspaces of kernels, nor the time of memory-bound operators. A rate (FLOP/s) that was
+measured in training runs includes the time of these operators.
 """
 
 from dataclasses import dataclass, fields, replace

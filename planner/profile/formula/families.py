@@ -73,7 +73,7 @@ class _Llama:
     whole_key_norms: bool = False
     """True if queries and keys are normalized over all heads together, False if over each head."""
     joined: bool = False
-    """True if one product computes queries, keys and values, and another product both inputs of the gate."""
+    """True if one product computes queries, keys and values, and one product computes both inputs of the gate."""
     norms: int = 2
     post_norms: int = 0
     wide_norms: bool = False

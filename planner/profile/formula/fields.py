@@ -11,7 +11,7 @@ _LARGEST = 2**32
 class ConfigReader:
     """Reader of a config.json, with default values of the model's family.
 
-    A default replaces only a missing key. For null, callers derive a value from other keys, as transformers does.
+    A default replaces a missing key. It does not replace null.
     """
 
     def __init__(self, content: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
@@ -24,12 +24,11 @@ class ConfigReader:
     def integer(self, *names: str, default: int | None = None, least: int = 1, most: int = _LARGEST) -> int:
         """Return the integer of a key, which may have several equivalent names.
 
-        Without a key, return the family's default or else `default`. If there is no default, or the value is wrong,
-        return a placeholder; `raise_if_invalid` then raises an error.
+        If there is no default, or the value is wrong, return a placeholder; `raise_if_invalid` then raises an error.
 
         Args:
             names: Equivalent keys, in order of precedence.
-            default: Default if the family has none; None if a key is required.
+            default: Value of a missing key if the model's family has no default; None if the key is required.
             least: Smallest valid integer.
             most: Largest valid integer.
         """
@@ -52,7 +51,7 @@ class ConfigReader:
         return 1 if default is None else default
 
     def check_multiple(self, name: str, value: int, of: str, divisor: int) -> None:
-        """Record an error, which `raise_if_invalid` raises, if `value` is no multiple of `divisor`.
+        """Record an error for `raise_if_invalid` if `value` is no multiple of `divisor`.
 
         Args:
             name: Key of the value.
@@ -68,7 +67,7 @@ class ConfigReader:
         return bool(self._value(name, default))
 
     def text(self, name: str, default: str) -> str:
-        """Return the text of a key; `default` for null, or for a missing key without family default."""
+        """Return the text of a key; `default` if neither the file nor the model's family has a text."""
         return str(self._value(name, default) or default)
 
     def integers(self, name: str) -> tuple[int, ...]:

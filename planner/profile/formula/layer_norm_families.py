@@ -137,7 +137,7 @@ def head_dim(fields: ConfigReader, hidden: int, heads: int) -> int:
     """Return the width of a head: the value of the key `head_dim`, or without this key `hidden` divided by `heads`.
 
     Args:
-        fields: Reader of the configuration. Without the key, it records an error if `heads` does not divide `hidden`.
+        fields: Reader of the configuration.
         hidden: Width of the model.
         heads: Number of attention heads.
     """

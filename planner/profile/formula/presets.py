@@ -8,13 +8,13 @@ from typing import Any
 
 @cache
 def model_presets() -> dict[str, dict[str, Any]]:
-    """Return the config.json of well-known models by name, with the keys that formulas read."""
+    """Return the sizes of well-known models, as in their config.json, by name of the model."""
     return _content("presets.json")
 
 
 @cache
 def config_defaults() -> dict[str, dict[str, Any]]:
-    """Return the defaults of transformers for missing keys, except 0 and false, by `model_type`."""
+    """Return the defaults of the package `transformers` for keys of a config.json, by `model_type`."""
     return _content("defaults.json")
 
 

@@ -74,7 +74,7 @@ class Attention:
     sinks: bool = False
     """True if each head has a learned score in its softmax, which torch's fused kernels do not support."""
     biased: bool = False
-    """True if learned positions are added to the scores; fused kernels keep these sums."""
+    """True if a learned bias for relative positions is added to the scores."""
     concatenated: bool = False
     """True if queries are concatenated from a rotated part and another part. Attention's result is then saved twice,
     unless `Execution.fused` is True."""
@@ -203,10 +203,8 @@ class Block:
 
     @property
     def num_inputs(self) -> int:
-        """Number of different tensors that attention and feed-forward layer read as inputs of matrix products.
-
-        Each normalization before the products creates one. Without such normalizations, each of both layers has one.
-        """
+        """Number of different tensors that attention and feed-forward layer read as inputs of matrix products."""
+        # Each normalization before products creates one of these tensors.
         return self.norms or 2
 
     @property
