@@ -153,6 +153,9 @@ class _PartialReplay(TorchDispatchMode):
             if func._schema.name not in _DRAWS_BY_SHAPE:
                 raise BuildError(f"how many random numbers {func} draws depends on values")
             operands = tensors_in_value((args, kwargs))
+            if any(tensor.data.device.type == "meta" for tensor in operands):
+                # The user's code builds on the meta device, where no random numbers are drawn.
+                return _run_on_fake(self._fake, func, args, kwargs)
             if operands and not any(map(_is_empty, operands)):
                 # The operands are real, for example those of a weight-normed weight, so draw now instead of below.
                 return func(*args, **kwargs)

@@ -221,6 +221,29 @@ def test_initializers_give_the_values_of_the_whole_model(make: Callable[[nn.Line
     check_own(build, [wanted])
 
 
+def _to_empty() -> nn.Module:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    return model.to_empty(device="cpu")
+
+
+def _skip_init() -> nn.Module:
+    return nn.Sequential(*(nn.utils.skip_init(nn.Linear, 8, 8) for _ in range(3)))
+
+
+@pytest.mark.parametrize("build", [_to_empty, _skip_init])
+def test_layers_that_begin_on_the_meta_device_draw_nothing_there(build: Callable[[], nn.Module]) -> None:
+    """Torch draws no random numbers for meta tensors, so the later initialization uses the first numbers."""
+
+    def initialized() -> nn.Module:
+        model = build()
+        for parameter in model.parameters():
+            nn.init.normal_(parameter)
+        return model
+
+    check_own(initialized, ["1"])
+
+
 def _draw_until_positive(layer: nn.Linear) -> None:
     with torch.no_grad():
         while float(layer.bias.normal_().sum()) < 3:
