@@ -201,7 +201,7 @@ def search_cases(
     ranks: Mapping[tuple[int, int, int], float] | None = None,
     budget: Mapping[ScheduleName, int] = MappingProxyType({}),
 ) -> SearchedCases:
-    """Search the cases one after the other, and return the best answer with lower bounds for all cases.
+    """Return the best answer of a search over several cases, with lower bounds for all cases.
 
     Args:
         cases: The cases.
@@ -313,7 +313,7 @@ def _us_to_beat(upper_us: float, case: Case, request: Request) -> float:
 
 
 def improve_fastest_answers(searched: SearchedCases, request: Request, deadline: Deadline) -> SearchedCases:
-    """Search longer from the fastest plans found, unless the best plan is proven optimal, and return the result."""
+    """Return the result of longer searches from the fastest plans; `searched` itself if its best plan is optimal."""
     best, answers = searched.best, dict(searched.answers)
     if best is None or searched.bound_us >= best.step_us:
         return searched

@@ -100,7 +100,7 @@ class Progress:
     def simulate(
         self, evaluator: Evaluator, cuts: IntArray, choices: IntArray, layers_us: FloatArray | None = None
     ) -> FloatArray:
-        """Simulate partitions, charge the budget, and return the step times in microseconds.
+        """Return simulated step times of partitions in microseconds, and charge the budget.
 
         Args:
             evaluator: Evaluator for the partitions' number of devices.
@@ -150,7 +150,7 @@ class Progress:
 
 
 def simulated_answer(search: Callable[[Progress], None], case: Case, *, upper_us: float, deadline: Deadline) -> Answer:
-    """Run a search that records its results in a `Progress`, and return these results.
+    """Return the result of a search that records its plans and bounds in a `Progress`.
 
     Args:
         search: Function that searches the case of a `Progress` and updates the `Progress`.

@@ -116,7 +116,7 @@ class Recurrence(Protocol):
     """Definitions of the lower bounds that the recurrence uses, by name."""
 
     def extend(self, numbers: PlanNumbers, stages: StageTimeArrays, num_later: int) -> PlanNumbers:
-        """Add one stage at the beginning of each partial plan, and return the new numbers of the partial plans.
+        """Return the numbers of partial plans after one stage is added at the beginning of each plan.
 
         Args:
             numbers: Numbers of the partial plans before this addition.

@@ -122,7 +122,7 @@ class BranchAndBound:
         return CutBound(self._in_us(root.step), cuts)
 
     def branch(self, upper_us: float, *, most_iterations: int, limit_s: float = inf) -> float:
-        """Branch until a limit is reached; return a lower bound of the step time of all partitions, in microseconds.
+        """Return a lower bound of the step time of all partitions, in microseconds, by branching up to the limits.
 
         The bound is at most `upper_us`. It is 0 if `solve` has found no bound.
 

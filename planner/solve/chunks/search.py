@@ -120,7 +120,7 @@ def _branch_from_weakest(progress: Progress, bounds: list["_DeviceBound"]) -> No
 
 
 def improve_answer(answer: Answer, *, deadline: Deadline, descents: int = 0) -> Answer:
-    """Search longer, and return the better answer; `answer` itself if none is found.
+    """Return the result of a longer search; `answer` itself if the search finds no faster plan.
 
     Args:
         answer: Answer from whose partition a local search starts.

@@ -92,7 +92,7 @@ class RecomputeSearch:
         return self._answers[key]
 
     def improve_from(self, device: int, cuts: IntArray, choices: Sequence[int]) -> Recomputation:
-        """Improve a recomputation of whole stages on one device, one stage after the other.
+        """Return an improved recomputation of one device, which starts from a recomputation of whole stages.
 
         Args:
             device: Index of the device.
