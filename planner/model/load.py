@@ -143,7 +143,7 @@ def load_model(
     granularity: Granularity = "coarse",
     uncut: Sequence[str] = (),
 ) -> LoadedModel:
-    """Load the model in `path/to/model.py[:ENTRY]`.
+    """Return the model in `path/to/model.py[:ENTRY]`.
 
     Args:
         source: Path of the file; after a colon, the name of the function, class or module that gives the model. Its

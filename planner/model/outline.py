@@ -150,7 +150,7 @@ def outline_of(
     *,
     uncut: Sequence[str] = (),
 ) -> ModelOutline:
-    """Record two forwards of a model, choose the cuts, and return the outline.
+    """Return the outline of a model: record two forwards and choose the cuts.
 
     Args:
         model: The model.

@@ -49,7 +49,7 @@ def in_precision(loaded: LoadedModel, precision: Precision) -> LoadedModel:
 
 
 def reload_model(source: str, model: Model, precision: Precision, *, optimizer: str | None = None) -> LoadedModel:
-    """Load a model as it was profiled: with the same settings, inputs and cuts.
+    """Return a model as it was profiled: with the same settings, inputs and cuts.
 
     Args:
         source: Path of the model's file, and its entry after a colon.

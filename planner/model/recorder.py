@@ -37,7 +37,7 @@ from planner.model.variables import undo_variable_changes
 
 
 def record(model: nn.Module, inputs: Any, *, loss_of: Callable[[Any], object] | None = None, ghosts: bool) -> Recording:
-    """Run `model` on `inputs` once and return the recording of the forward.
+    """Return the recording of one forward of `model` on `inputs`.
 
     Buffers, gradients and the random state are restored.
 

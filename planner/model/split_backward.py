@@ -151,7 +151,7 @@ class SplitBackward:
             torch.autograd.backward(starts, [start.detach() for start in starts])
 
     def call(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Call a function of `OPERATORS` so that its weight gradients can be deferred.
+        """Return the result of a function of `OPERATORS`, whose weight gradients can then be deferred.
 
         Args:
             function: Function of torch.

@@ -37,7 +37,7 @@ class UnsplitBackwardTimer:
     def forward_us(
         self, unit: LayerToMeasure, values: Sequence[Any], received: MeasurementInput, outputs: list[Any]
     ) -> float:
-        """Run a forward and return its time in microseconds.
+        """Return the time of a forward in microseconds.
 
         Args:
             unit: The layer.

@@ -1,9 +1,9 @@
 """Profile backend that takes the costs of layers from the TPU's compiler. No TPU needs to be attached.
 
-Each layer is compiled as four executables: forward, backward, and two that run both (`planner.tpu.layer_programs`).
-Layers with equal operators and shapes are compiled once. For each executable, the compiler reports the bytes of
-arguments, results and temporaries, including padding, and an estimate of the run time. The optimizer step for a layer's
-parameters is also an executable (`planner.tpu.optimizers`).
+Each layer is compiled as several executables (`planner.tpu.layer_programs`). Layers with equal operators and shapes are
+compiled once. For each executable, the compiler reports the bytes of arguments, results and temporaries, including
+padding, and an estimate of the run time. The optimizer step for a layer's parameters is also an executable
+(`planner.tpu.optimizers`).
 
 If a TPU is attached, the executables run on the TPU, and their times are measured. Results for chips that are not
 attached are cached on disk, so an interrupted profile does not compile them again.
@@ -183,19 +183,9 @@ def _with_compiled_memory(
     is_first: bool,
     num_targets: int,
 ) -> LayerProfile:
-    """Return `profile` with the memory that the compiler reported, in the field `program`.
-
-    The field `detail` of the result is empty, because no memory was measured with an allocator.
-
-    Args:
-        profile: Profile of the layer.
-        buffer_bytes: Bytes of the layer's buffers.
-        compiled: The compiled layer at each micro-batch size.
-        kept_outputs: For each micro-batch size, the outputs that a backward reads, from `_outputs_kept_for_backward`.
-        received: For each micro-batch size and received tensor, two sizes from `_received_sizes`.
-        is_first: True for the first layer of the model.
-        num_targets: Number of inputs that are targets of the loss. They are the last inputs.
-    """
+    """Return `profile` with the memory that the compiler reported, in the field `program`."""
+    # `compiled`, `kept_outputs` and `received` have one item per micro-batch size. The last `num_targets` inputs of the
+    # layer are targets of the loss.
     programs = [
         _program(layer, kept_outputs[place], received[place], is_first=is_first, num_targets=num_targets)
         for place, layer in enumerate(compiled)
@@ -231,10 +221,9 @@ def _outputs_kept_for_backward(compiled: Sequence[CompiledLayer]) -> list[dict[i
 
 
 def _received_sizes(compiled: Sequence[CompiledLayer]) -> list[list[tuple[int, int]]]:
-    """Return two sizes of every tensor that each layer receives, in bytes.
+    """Return two sizes, in bytes, of every tensor that each layer receives.
 
-    The first size is that of the tensor as sent. Each layer that reads the tensor may choose another layout. The second
-    size is that of the largest of these layouts.
+    The sizes are those of the tensor as sent, and in the largest layout of any layer that reads the tensor.
     """
     wanted: list[Sequence[int]] = [compiled[-1].wanted]
     for layer in reversed(compiled[:-1]):

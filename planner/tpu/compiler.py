@@ -240,10 +240,7 @@ def _write_cached(path: Path, outcome: Any) -> None:
 
 
 def _ignore_interrupts_and_stderr() -> None:
-    """Ignore Ctrl-C, which the parent process handles, and discard stderr.
-
-    libtpu writes to stderr when its process is ended.
-    """
+    # The parent process handles Ctrl-C. libtpu writes to stderr when its process is ended.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 

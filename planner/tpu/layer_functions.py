@@ -48,8 +48,8 @@ def random_key_shape() -> jax.ShapeDtypeStruct:
 class LayerFunction:
     """Module as a pure function of JAX arrays.
 
-    The function takes and returns only tensors: those among the module's flattened inputs, and those among its
-    flattened outputs. Other inputs are constants. Values that the module writes into its buffers are lost.
+    The function takes and returns only the tensors among the module's flattened inputs and outputs. Other inputs are
+    constants. Values that the module writes into its buffers are lost.
     """
 
     call: Callable[[Arrays, Sequence[Array], Array], list[Array]]
@@ -128,13 +128,16 @@ class Residual:
 
 @dataclass(frozen=True)
 class ForwardBackwardFunction:
-    """Forward and backward of a layer as two functions of JAX arrays."""
+    """Forward and backward of a layer as two functions of JAX arrays.
+
+    Residuals are the values that the backward reads.
+    """
 
     forward: Callable[..., tuple[list[Array], list[Array]]]
-    """Function (trained, fixed, inputs, key) -> (outputs, `made` residuals)."""
+    """Function (trained, fixed, inputs, key) -> (outputs, other residuals)."""
     backward: Callable[..., tuple[Arrays, list[Array]]]
-    """Function ((trained, fixed, inputs, key), outputs, `made` residuals, gradients of outputs) -> (gradients of
-    trained parameters, gradients of inputs). Of all arguments, it reads only residuals and gradients."""
+    """Function ((trained, fixed, inputs, key), outputs, other residuals, gradients of outputs) -> (gradients of trained
+    parameters, gradients of inputs)."""
     outputs: list[jax.ShapeDtypeStruct]
     """Shapes of the outputs."""
     differentiable: tuple[int, ...]

@@ -1,6 +1,6 @@
 """Executables of a layer. Their sizes and times are the costs of the layer.
 
-    executable    computation                              field of `CompiledLayer` computed from its memory
+    executable    computation                              result, a field of `CompiledLayer`
     forward       returns outputs and residuals            `made_kinds`: residuals that are no outputs
     backward      reads residuals, adds to gradients       `backward_temporary_bytes`
     both          forward, then backward                   `peak_bytes`
@@ -8,8 +8,8 @@
 
 `forward` and `backward` correspond to loops over micro-batches, which store residuals in arrays. `both` and `apart` run
 forward and backward of one micro-batch together. The compiler then chooses which values to keep, and in which
-precision. The large array in `apart` exists only between forward and backward. It is larger than all other temporaries
-together, so memory is highest while it exists. The other temporaries at this point are kept for the backward.
+precision. The large array in `apart` moves the peak of memory between forward and backward. So all other temporaries at
+the peak are kept for the backward.
 
 Matmuls of a TPU take 16-bit operands unless the model sets a higher precision. The compiler stores arrays that are only
 matmul operands in 16 bits, also in loops (jax 0.10.2, libtpu 0.0.52). `matmul_operands_of` finds these arrays.

@@ -35,8 +35,7 @@ class Packing:
 
     Args:
         stages: Shapes of each stage's arrays.
-        in_loops: True if loops store the arrays, with the micro-batch as first dimension. This decides how arrays are
-            laid out, because a TPU pads the last two dimensions.
+        in_loops: True if the packed arrays get the micro-batch as additional first dimension.
     """
 
     def __init__(self, stages: Sequence[Sequence[jax.ShapeDtypeStruct]], *, in_loops: bool = False) -> None:

@@ -16,7 +16,7 @@ class CompiledLayer:
     laid_out: tuple[int, ...]
     """Bytes of each input in the memory layout that the compiler chooses for the layer."""
     wanted: tuple[int, ...]
-    """Bytes of each input as a loop over micro-batches stores it: flattened, or with the size in `laid_out`."""
+    """Bytes of each input in a loop over micro-batches: flattened, or as in `laid_out`."""
     kept_inputs: tuple[bool, ...]
     """True for inputs that the backward reads."""
     outputs: tuple[int, ...]
@@ -24,7 +24,7 @@ class CompiledLayer:
     aliases: tuple[int, ...]
     """For each output, the index of the input that it returns unchanged; -1 for new outputs."""
     reshaped_bytes: int
-    """Bytes, before flattening, of arrays that the backward reads and that loops store flattened."""
+    """Bytes of the arrays that a loop over micro-batches stores flattened for the backward, before flattening."""
     forward_us: float
     backward_us: float
     forward_temporary_bytes: int
@@ -47,10 +47,10 @@ class CompiledLayer:
     made_kinds: tuple[ArrayKind, ...]
     """Type, shape and bytes of each array that the forward makes for the backward, except outputs."""
     input_kinds: tuple[ArrayKind, ...]
-    """Type, shape and bytes of each input. Inputs that are only matmul operands take 16 bits per element in loops."""
+    """Type, shape and bytes of each input, outside of a loop over micro-batches and in the loop."""
     output_kinds: tuple[ArrayKind, ...]
-    """Type, shape and bytes of each output. In loops, an output takes 16 bits per element if this layer's backward
-    reads it only as a matmul operand, or not at all."""
+    """Type, shape and bytes of each output, outside of a loop over micro-batches and in the loop."""
+    # In the loop, an output has 16 bits per number unless this layer's backward reads it otherwise than in a matmul.
     narrow_inputs: tuple[bool, ...]
     """True for inputs that the backward reads only as matmul operands, or not at all."""
 

@@ -46,10 +46,7 @@ class JaxPipeline:
         self.loss_and_gradients = self.program.loss_and_gradients
 
     def parameters(self) -> tuple[list[Any], list[Any]]:
-        """Return trained parameters, and then frozen parameters and buffers, on the devices.
-
-        They are packed, with the stage as first dimension.
-        """
+        """Return two lists of packed arrays on the devices: trained parameters, and frozen parameters and buffers."""
         program = self.program
         trained = [self._state(k, stage.trained) for k, stage in enumerate(program.stages)]
         fixed = [self._state(k, stage.fixed) for k, stage in enumerate(program.stages)]
@@ -135,21 +132,9 @@ def _stages(loaded: LoadedModel, chain: Chain, balance: Balance, batch: Any) -> 
 def _layer_function_of(
     loaded: LoadedModel, layer: Layer, values: Sequence[Any], nest: TreeSpec, *, targets: Any, last: bool
 ) -> tuple[LayerFunction, Callable[[], tuple[TreeSpec, list[Any]]]]:
-    """Return a layer as a function of JAX arrays, and a function that describes the layer's outputs.
-
-    Args:
-        loaded: The model.
-        layer: The layer.
-        values: Flattened inputs of the layer.
-        nest: Structure of the inputs.
-        targets: Targets of the loss; None except for the last layer.
-        last: True for the last layer, whose function returns the loss.
-
-    Returns:
-        The layer's function; and a function to call after the first was traced. Its results are the structure of the
-        outputs, and a list with one entry per flattened output. The entry of a tensor is its index among the tensors.
-        The entry of any other value is the tuple `(value,)`.
-    """
+    """Return a layer as a function of JAX arrays, and a function that describes the layer's outputs."""
+    # The second function is called after the first was traced. It returns the structure of the outputs, and a list with
+    # one entry per flattened output: for a tensor, its index among the tensors; for any other value, `(value,)`.
     of_loss, loss_nest = tree_flatten(targets)
     seen: dict[str, Any] = {}
 

@@ -17,14 +17,13 @@ mini-batch exist during the whole step. The rest of the peak is the larger of
 I, S, G, F and B are the largest values of any stage. A stage is a branch of a conditional, which has its own arrays for
 results. The terms were read from the compiler's assignment of buffers (jax 0.10.2, libtpu 0.0.52):
 
-    M * (I + S)    one slot per micro-batch, for what its forward receives and keeps
-    I + S          copy of one slot: a forward creates these arrays before it fills the slot, a backward reads a copy
+    M * (I + S)    arrays that the forwards of all micro-batches receive and keep
+    I + S          copy for one micro-batch: a forward creates arrays before they are stored, a backward reads a copy
     I, 2 * I       sent and received tensors, which exist at the same time
     1.1            gaps between arrays of different sizes, in addition to gaps in a stage (`planner.tpu.stage_memory`)
 
-If stages have arrays of different shapes, slots may waste memory. If they took more than 1.5 times the memory of the
-largest stage's arrays, arrays are instead concatenated to vectors without padding (`planner.tpu.slots`). Measured
-errors are in docs/measurements/tpu-composition.md.
+Stages with arrays of different shapes waste memory (`planner.tpu.slots`). Measured errors are in
+docs/measurements/tpu-composition.md.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -128,11 +127,11 @@ class _ProgramParts(NamedTuple):
     input: float
     """Input received for one micro-batch."""
     kept: float
-    """Arrays kept for one micro-batch, as loops store them."""
+    """Arrays kept for the backward of one micro-batch."""
     copies: float
-    """16-bit copies of weights for matmuls, and padding; created before the loops."""
+    """16-bit copies of weights for matmuls, and padding; both exist during the whole step."""
     batch: float
-    """16-bit copy of the mini-batch for matmuls; created before the loops."""
+    """16-bit copy of the mini-batch for matmuls, which exists during the whole step."""
     forward: float
     """Results and temporaries of a forward."""
     backward: float
@@ -145,10 +144,7 @@ def _with_slot_padding(
     most: _ProgramParts,
     choices: Sequence[Recompute],
 ) -> _ProgramParts:
-    """Return `most` plus the memory that is lost because stages with arrays of different shapes have the same slots.
-
-    `most` has the largest bytes of any stage for each component.
-    """
+    # `most` has the largest bytes of any stage for each component. The result also has the memory that slots waste.
     keeping = [interval for interval, choice in zip(intervals, choices, strict=True) if choice in _KEEPING]
     state = shared_slots([_chained(layer.trained for layer in layers[first:end]) for first, end in intervals])
     kept = shared_slots([_chained(layer.kept for layer in layers[first:end]) for first, end in keeping])

@@ -45,10 +45,11 @@ class CompiledProgram:
 def compiler_options_for(device: jax.Device) -> dict[str, str]:
     """Return the compiler options for a program that trains a whole step on `device`.
 
-    For TPUs, the result has one option: try several placements of arrays in memory, and take the smallest. For 48
-    programs, this saved up to 14 % of the memory; one of them needed 1.2 % more (docs/measurements/tpu-composition.md,
-    libtpu 0.0.52). For other devices, whose compilers lack the option, the result is empty.
+    For TPUs, the compiler tries several placements of arrays in memory, and takes the smallest. For other devices, the
+    result is empty.
     """
+    # For 48 programs, this saved up to 14 % of the memory; one of them needed 1.2 % more (libtpu 0.0.52,
+    # docs/measurements/tpu-composition.md).
     if device.platform != "tpu":
         return {}
     return {"xla_tpu_buffer_assignment_algorithm": "BEST_OF_SPATIAL_TEMPORAL"}
@@ -179,8 +180,7 @@ def tiled_shape(length: int) -> tuple[int, int]:
 def shape_in_loops(shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     """Return the shape in which loops over micro-batches store an array of shape `shape`.
 
-    The array is flattened to rows of 128 elements if this saves much padding; otherwise, the result is `shape`. For
-    example, images with few channels and columns are flattened, because padding would multiply their size.
+    The array is flattened to rows of 128 elements if this saves much padding; otherwise, the result is `shape`.
     """
     rows = jax.ShapeDtypeStruct(tiled_shape(math.prod(shape.shape)), shape.dtype)
     worth = _WORTH_OF_32_BITS if shape.dtype == "float32" else _WORTH
@@ -188,7 +188,7 @@ def shape_in_loops(shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 
 
 def bytes_in_loops(shape: jax.ShapeDtypeStruct, size: int) -> int:
-    """Return the bytes of an array as loops over micro-batches store it. Outside of loops, it takes `size` bytes."""
+    """Return the bytes of an array in a loop over micro-batches. In other code, the array takes `size` bytes."""
     held = shape_in_loops(shape)
     return size if held is shape else num_bytes(held)
 
@@ -201,7 +201,7 @@ def kinds_of_arrays(shapes: Sequence[jax.ShapeDtypeStruct], sizes: Sequence[int]
 def kinds_in_loops(
     shapes: Sequence[jax.ShapeDtypeStruct], sizes: Sequence[int], only_matmul_operands: Sequence[bool]
 ) -> tuple[ArrayKind, ...]:
-    """Return the kind (type, shape and bytes) of each array as loops over micro-batches store it.
+    """Return the kind (type, shape and bytes) of each array in a loop over micro-batches.
 
     Arrays of 32-bit numbers take half their bytes if they are used only as matmul operands.
 

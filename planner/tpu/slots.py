@@ -1,7 +1,7 @@
-"""Slots for the arrays of different stages. All devices run one program (`mesh_program`), so they have the same slots.
+"""Memory for the arrays of different stages, in one program that runs on all devices (`mesh_program`).
 
-Arrays of equal shape and dtype in different stages share one slot, as long as slots waste little memory. Otherwise all
-arrays of a dtype are concatenated to one vector, without padding.
+Every device has the same slots. A slot stores one array of a given shape and dtype, whatever the stage. If slots would
+waste much memory, all arrays of a dtype are concatenated to one vector instead, without padding.
 """
 
 from collections import Counter
@@ -26,26 +26,21 @@ def count_slots(stages: Iterable[Mapping[_Kind, int]]) -> Counter[_Kind]:
 
 
 def slots_waste_memory(slots_bytes: float, largest_bytes: float) -> bool:
-    """Return True if slots waste so much memory that arrays must be concatenated to vectors instead.
-
-    `slots_bytes` are the bytes of all slots, `largest_bytes` those of the largest stage's arrays, without padding.
-    """
+    """Return True if `slots_bytes` are more than 1.5 times the bytes of the largest stage's arrays."""
     return slots_bytes > MOST_ROOM * largest_bytes
 
 
 class SharedSlots(NamedTuple):
-    """Memory that every device needs to store the arrays of any stage."""
+    """Memory in which a device can store the arrays of any stage."""
 
     ratio: float
-    """Bytes of the slots or vectors, divided by the array bytes of the largest stage; 1 if there are no arrays."""
+    """Bytes of this memory, divided by the bytes of the largest stage's arrays; 1 if there are no arrays."""
     are_vectors: bool
+    """True if arrays are concatenated to vectors."""
 
 
 def shared_slots(stages: Sequence[Sequence[ArrayKind]]) -> SharedSlots:
-    """Return the memory that every device needs to store the arrays of any of these stages.
-
-    Slots store arrays as loops over micro-batches do. Vectors store the elements without padding.
-    """
+    """Return the memory in which a device can store the arrays of any of these stages."""
     counts = [_count_kinds(stage) for stage in stages]
     fullest = max((sum(array.count * array.bytes for array in stage) for stage in stages), default=0)
     if not fullest:
@@ -64,15 +59,8 @@ def shared_slots(stages: Sequence[Sequence[ArrayKind]]) -> SharedSlots:
 
 
 def _loop_bytes(stages: Sequence[Sequence[ArrayKind]], kind: str) -> int:
-    """Return the bytes of all slots for arrays of one type and shape.
-
-    Their sizes can differ, because loops store some arrays with 16 bits per number. Each stage's arrays are sorted by
-    descending size. Slot n is as large as the largest n-th array of any stage.
-
-    Args:
-        stages: Arrays of each stage.
-        kind: Type and shape, such as `float32[8,64]`.
-    """
+    # Sizes of one kind can differ, because loops store some arrays with 16 bits per number. Slot n stores the n-th
+    # largest array of each stage.
     widths = (
         sorted((a.loop_bytes for a in stage if a.kind == kind for _ in range(a.count)), reverse=True)
         for stage in stages

@@ -1,7 +1,6 @@
 """Stage of consecutive layers on one device. Each layer has a separate forward and backward (`layer_functions`).
 
-Because of the split, a stage keeps exactly the residuals in the profile. Recomputed layers keep only their inputs.
-Writes of layers into buffers (running statistics) are dropped.
+Recomputed layers keep only their inputs. Writes of layers into buffers (running statistics) are dropped.
 """
 
 from collections.abc import Sequence
@@ -41,7 +40,7 @@ class StageLayer:
     recomputed: bool
 
     def select_state(self, trained: dict[str, Array], fixed: dict[str, Array]) -> State:
-        """Return this layer's arrays from those of the stage: `trained` parameters, and `fixed` ones and buffers."""
+        """Return the layer's part of the stage's arrays. `fixed` has frozen parameters and buffers."""
         return (
             {name: trained[self.names[name]] for name in self.function.trained},
             {name: fixed[self.names[name]] for name in self.function.fixed},

@@ -28,11 +28,11 @@ times the compiled memory (docs/measurements/tpu-composition.md). There, arrays 
 
 
 class ProgramArrays(NamedTuple):
-    """Arrays of one layer that a device stores in slots, which are the same on all devices (`planner.tpu.slots`)."""
+    """Arrays of one layer that a device stores."""
 
     trained: tuple[ArrayKind, ...]
     kept: tuple[ArrayKind, ...]
-    """Arrays kept for the backward, in loops over micro-batches."""
+    """Arrays kept for the backward."""
     received: tuple[ArrayKind, ...]
     """Arrays received over the boundary before the layer."""
 
@@ -49,17 +49,15 @@ class CompiledLayerMemory:
     level: FloatArray
     """Peak memory of the layer's forward and backward for one micro-batch, plus `carried` of all earlier layers."""
     narrowed: FloatArray
-    """16-bit copies of weights for matmuls, which a loop over micro-batches stores."""
+    """16-bit copies of weights for matmuls. They exist only if a step has several micro-batches."""
     narrowed_input: FloatArray
     """16-bit copy of one micro-batch of the first layer's input."""
     padding: FloatArray
     """Padding of parameters and gradients."""
     reshaped: FloatArray
-    """Bytes, in their own shape, of arrays that loops store flattened. A backward restores this shape temporarily.
-    Gaps between arrays are not included."""
+    """Bytes of the arrays that a loop over micro-batches stores flattened, before flattening and without gaps."""
     waiting: FloatArray
-    """Padding of arrays kept for the backward. It exists until a loop stores the arrays flattened. Gaps between arrays
-    are not included."""
+    """Padding of arrays kept for the backward, before a loop over micro-batches stores them flattened; without gaps."""
     laid_out: FloatArray
     """Copy of one micro-batch of the first layer's input, in the layout that the layer needs."""
     arrays: tuple[ProgramArrays, ...]
@@ -78,7 +76,7 @@ class CompiledLayerMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CompiledStageMemory:
-    """Memory of stages that are compiled as one executable each, in bytes. `StageTable` has their tensors' sizes."""
+    """Memory of stages that are compiled as one executable each, in bytes."""
 
     peak_without_loop: FloatArray
     """Highest temporary memory of an executable that runs the forward and backward of one micro-batch."""
@@ -87,20 +85,18 @@ class CompiledStageMemory:
     padding: FloatArray
     """Padding of parameters and gradients, and a copy of the first layer's input in the layout that the layer needs."""
     waiting: FloatArray
-    """Padding of arrays kept for the backward. It exists until a loop stores the arrays flattened."""
+    """Padding of arrays kept for the backward, before a loop over micro-batches stores them flattened."""
 
     def parts(self, s: StageTable, recompute: Recompute, *, in_flight: int) -> MemoryParts:
         """Return the memory parts of stages that are compiled as one executable each.
-
-        Gradients exist during the whole step. A loop over micro-batches stores activations in one slot for each
-        micro-batch. A forward creates its activations and then copies them into a slot, so they exist twice. With one
-        micro-batch, or with recomputation of the stage, there are no slots.
 
         Args:
             s: Memory of the stages' tensors.
             recompute: Recompute choice of the stages.
             in_flight: Largest number of micro-batches in flight.
         """
+        # Gradients exist during the whole step. A loop over micro-batches stores the activations of each micro-batch. A
+        # forward creates its activations and then copies them into this memory, so they exist twice.
         kept_bytes, edges = s.input + s.saved, s.input + s.output
         keeps, loops = recompute in ("never", "layers"), in_flight > 1
         held = PartSize({"in_flight": kept_bytes if keeps else edges}, saved=int(keeps))
@@ -122,7 +118,7 @@ class CompiledStageMemory:
 
 
 def compiled_costs(layers: Sequence[LayerProfile], n: int) -> ProfiledLayerCosts:
-    """Return the costs of layers in one executable, at the n-th profiled micro-batch size."""
+    """Return the costs of layers that are compiled as one executable, at the n-th profiled micro-batch size."""
     plain, programs = costs_without_records(layers, n), [layer.program[n] for layer in layers]
     received = np.append(programs[0].input_bytes, plain.boundaries.input[1:])
     return replace(

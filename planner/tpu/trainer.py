@@ -56,7 +56,7 @@ class JaxTraining:
     The random numbers of a step depend only on the seed and the step's index.
 
     Raises:
-        PlannerError: One JAX program cannot run the model or the plan.
+        PlannerError: The model or the plan cannot run as one JAX program.
     """
 
     def __init__(self, balance_path: str | Path, arguments: JaxArguments) -> None:
@@ -147,9 +147,12 @@ class JaxTraining:
     def print_memory(self, predicted_bytes: int, plan_bytes: int) -> ExitCode:
         """Compile the step for the TPU that `train_jax.py --compile` names. Print its memory, and whether it fits.
 
-        `predicted_bytes` is the predicted memory of every device, which is printed, too. `plan_bytes` is the plan's
-        memory limit. The result is `NO` if the step needs more than this limit, or more memory than programs can use
-        on the chip; otherwise `OK`.
+        Args:
+            predicted_bytes: Predicted memory of every device, which is also printed.
+            plan_bytes: Memory limit of the plan.
+
+        Returns:
+            `OK` if the step fits into the memory limit and into the chip's memory, otherwise `NO`.
         """
         try:
             needed = self.compiled_memory()
