@@ -210,7 +210,7 @@ def _proof(plan: Plan, loaded: "LoadedModel", load: Callable[[], "LoadedModel"])
 def run_plan(
     plan: Plan, profile: Profile, *, profile_folder: str, steps: int, progress: Callable[[str, int, int], None]
 ) -> RunReport:
-    """Run `train.py` in a temporary folder with torchrun, and return the run's report.
+    """Return the report of a run of `train.py`, started with torchrun in a temporary folder.
 
     Args:
         plan: The plan.

@@ -31,7 +31,7 @@ _T_co = TypeVar("_T_co", covariant=True)
 
 
 def read(path: str, wanted: str | None = None, text: str | None = None) -> "Value":
-    """Read a file and return its content as the dataclass that its `schema` key names.
+    """Return the content of a file as the dataclass that its key `schema` names.
 
     Args:
         path: Path of the file; `-` is standard input.

@@ -1,7 +1,7 @@
 """One training step as spans of time: the actions of every device, and its memory over time.
 
-Pictures and traces show these spans. Their times come from the simulator. Memory is computed at the same points in the
-step as the peak (`planner.core.cost.peak_points`), so the highest value is the plan's peak.
+Pictures and traces show these spans. Their times come from the simulator. The highest memory of a device is the peak
+in the plan.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -44,7 +44,7 @@ class Span:
 
     kind: SpanKind
     device: int
-    """Index of the device in the pipeline; for a send, the index of the sender."""
+    """Index of the device in the pipeline; for a send, the sender."""
     stage: int
     """Index of the stage in the pipeline; for an optimizer step, the index of the device's first stage."""
     micro_batch: int = 0
@@ -158,17 +158,15 @@ def _memory(spans: Sequence[Span], evaluation: Evaluation) -> tuple[tuple[Memory
 
 
 class _StageBytes(NamedTuple):
-    """Memory of a stage in bytes. Arrays have a column for each component of memory (`ITEMS`), or one for the total.
-
-    Each column is rounded separately to whole bytes, as in plan files.
-    """
+    """Memory of a stage, in bytes."""
 
     always: FloatArray
-    """Bytes that exist during the whole step, shape (columns,)."""
+    """Bytes that exist during the whole step, shape (components,)."""
     parts: FloatArray
-    """Bytes that exist only at some points in the step, for each of `PARTS`; shape (parts, columns)."""
+    """Bytes that exist only at some points in the step, shape (parts, components)."""
 
     def at(self, counts: IntArray) -> FloatArray:
+        # Each component is rounded separately to whole bytes, as in plan files.
         whole: FloatArray = np.rint(self.always + counts @ self.parts).sum(axis=1)
         return whole
 
@@ -216,10 +214,7 @@ class _DeviceBytes(NamedTuple):
 
 
 def _levels(computing: Sequence[Span], device_bytes: _DeviceBytes, peak: int) -> Iterator[MemoryLevel]:
-    """Yield the memory of a device over the step, in order of time, but at most `peak`.
-
-    `peak` is the exact peak. The sum of the rounded memory of several stages may be larger.
-    """
+    # `peak` is exact. The sum of the rounded memory of several stages may be larger.
     yield MemoryLevel(0.0, device_bytes.idle)
     ends = [*(after.start_us for _, after in pairwise(computing)), float("inf")]
     for n, (span, next_us) in enumerate(zip(computing, ends, strict=True)):

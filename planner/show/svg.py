@@ -129,7 +129,7 @@ def has_lanes(step: StepTimeline) -> bool:
 
 def legend_entries(step: StepTimeline) -> list[tuple[str, str]]:
     """Return style class and label of each kind of box in the picture."""
-    return legend_classes(step, has_lanes=has_lanes(step))
+    return legend_classes(step, has_sends=has_lanes(step))
 
 
 def _row_height(step: StepTimeline) -> float:

@@ -44,9 +44,9 @@ class _RowBlock(NamedTuple):
     rows: IntArray
     """Indices of the rows in the table."""
     stages: StageTable
-    """Stages from each of several first layers to each of several last layers. They include the rows' stages."""
+    """Table that contains the stage of each row."""
     places: tuple[IntArray, IntArray]
-    """Indices of each row's stage in `stages`: first layer, last layer."""
+    """For each row, the two indices of its stage in `stages`."""
     received: FloatArray
     """Bytes that the stage of each row receives as input."""
 
@@ -56,20 +56,17 @@ def add_memory_columns(
 ) -> list[list[list[int]]]:
     """Add columns with the memory of stages, in bytes, to a table.
 
-    A sharing mode (`ALONE` to `IN_PLACE`) says how a stage shares its device with other stages.
-
     Args:
         table: Table with a row per stage.
         costs: Costs of the chain at the micro-batch size, with its replicas.
-        cells: The stages of the rows.
+        cells: Stage of each row.
         micro_batches: Number of micro-batches.
-        parts: For each sharing mode, the parts of memory that occur in the report's action orders, as indices into
-            `PARTS`. The set of a mode that no action order uses is empty.
+        parts: Parts of memory to add, as indices into `PARTS`, for each sharing mode (`ALONE` to `IN_PLACE`).
 
     Returns:
-        For each sharing mode and each recompute choice (`CHOICES`), a flat list with three indices per added column:
-            the part (index into `PARTS`, or `ALWAYS`), the memory component (index into `ITEMS`), and the column.
+        JSON data about the added columns.
     """
+    # For each sharing mode and recompute choice: part (or `ALWAYS`), component and index of every added column.
     blocks = tuple(_blocks(costs, cells, micro_batches))
     return [
         [_listed(table, blocks, mode, choice, used={ALWAYS, *used}) for choice in CHOICES] if used else []
@@ -160,14 +157,11 @@ def add_time_columns(
     Args:
         table: Table with a row per stage.
         costs: Costs of the chain at the micro-batch size.
-        cells: The stages of the rows.
+        cells: Stage of each row.
         pipeline: Devices and links of the pipeline.
 
     Returns:
-        Indices of columns by the name that the report's scripts use. `durations` and `again` (recomputation) have two
-            columns for each recompute choice (`CHOICES`) and each kind of action: for all micro-batches except the
-            last, and for the last one. `optimizer` is the optimizer step, `summed` the all-reduce over replicas.
-            `hides` is the result of `optimizer_slack_us` for a transfer time of 0.
+        JSON data with the indices of the added columns.
     """
     sums, speed = ChainSums.of(costs, pipeline.cluster, pipeline.replicas), np.array(pipeline.speeds)[cells.speed]
     durations, again = [], []
@@ -185,10 +179,12 @@ def add_time_columns(
         again.append([place for kind in KINDS.values() for place in (redone if kind.direction < 0 else [ZERO, ZERO])])
     summed_us = sums.replica_sums_us(cells.first, cells.end)
     return {
+        # By recompute choice, then two columns for each kind of action: other micro-batches, last micro-batch.
         "durations": durations,
         "again": again,
         "optimizer": table.add(sums.own_us(cells.first, cells.end, speed) - summed_us),
         "summed": table.add(summed_us),
+        # `send_hides` is added to this time if the stage sends to another device.
         "hides": table.add(optimizer_slack_us(busy, 0.0)),
     }
 
@@ -201,12 +197,11 @@ def add_transfer_columns(
     Args:
         table: Table with a row per cut and link.
         costs: Costs of the chain at the micro-batch size.
-        crossings: The cuts, and the links that carry their tensors.
+        crossings: Cut and link of each row.
         pipeline: Devices and links of the pipeline.
 
     Returns:
-        Indices of columns by name. `send` is the time of one transfer. `send_hides` is the time that the transfers of
-            a boundary add to `optimizer_slack_us`.
+        JSON data with the indices of the added columns.
     """
     sent = costs.boundaries.output[crossings.cut - 1].tolist()
     send_us = [pipeline.links[link].transfer_us(size) for link, size in zip(crossings.link.tolist(), sent, strict=True)]

@@ -56,7 +56,7 @@ class PageData:
     is_complete: bool
     """True if all action orders fit into the interactive report."""
     widths: Mapping[int, int]
-    """Number of layers by which a cut can be moved from its initial position, by number of stages."""
+    """Largest number of layers by which a cut can be moved, by number of stages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,15 +114,14 @@ def _text(data: Mapping[str, object]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _NearbyStages:
-    """Stages in the interactive report: all stages that result if each initial cut moves by a few layers."""
+    """Stages that result if each initial cut of the interactive report moves by a few layers."""
 
     chain: _ExplorerChain
     menu: ScheduleMenu
     layouts: Mapping[tuple[int, Placement], StageLayout]
     """Layouts of stages on devices, by number of chunks per device and placement."""
     balances: Mapping[int, tuple[int, ...]]
-    """Initial number of layers of each stage, by number of stages. For the plan's number of stages, these are the
-    plan's layers; for other numbers, all stages take about equally long."""
+    """Initial number of layers of each stage, by number of stages."""
 
     @classmethod
     def of(cls, chain: _ExplorerChain, menu: ScheduleMenu) -> "_NearbyStages":
@@ -132,17 +131,17 @@ class _NearbyStages:
         even = {s: even_balance(chain.one, s) for s in {layout.num_stages for layout in layouts.values()}}
         return cls(chain=chain, menu=menu, layouts=layouts, balances={**even, len(plan.balance): plan.balance})
 
-    def widths(self, most: int) -> dict[int, int]:
-        """Return, for each number of stages, the largest number of layers by which a cut may move in the report.
+    def widths(self, max_stages: int) -> dict[int, int]:
+        """Return the largest number of layers by which a cut may move, by number of stages.
 
-        With these limits, the report has data for about `most` stages. Half of them belong to pipelines with the
-        plan's number of stages.
+        The interactive report then has data for about `max_stages` stages.
         """
         num_layers, own = self.chain.one.num_layers, len(self.chain.request.plan.balance)
-        if len(self.chain.pipeline.speeds) * num_layers * (num_layers + 1) // 2 <= most:
+        if len(self.chain.pipeline.speeds) * num_layers * (num_layers + 1) // 2 <= max_stages:
             return dict.fromkeys(self.balances, num_layers)
-        shares = {s: most // 2 // (len(self.balances) - 1) for s in self.balances if s != own}
-        shares[own] = most - sum(shares.values())
+        # Half of the stages are for the plan's own number of stages.
+        shares = {s: max_stages // 2 // (len(self.balances) - 1) for s in self.balances if s != own}
+        shares[own] = max_stages - sum(shares.values())
         # If each cut moves by w layers to either side, there are (2 w + 1)^2 stages between two successive cuts.
         return {s: max(1, min(num_layers, (isqrt(share // s) - 1) // 2)) for s, share in shares.items()}
 
@@ -222,22 +221,14 @@ def _heights(times_us: FloatArray, costs: ChainCosts) -> list[int]:
 
 
 def _tie(tie: TiedParameters, *, is_exact: bool) -> list[object]:
-    """Return the parameters that a layer shares with earlier layers, for the JSON data of the interactive report.
-
-    Args:
-        tie: Two layers and the bytes that they share.
-        is_exact: True if the profile has exact memory records. Otherwise gradients exist during the whole step.
-
-    Returns:
-        The later layer; the earlier layers that share its parameters, nearest first; and a flat list with three
-        numbers per entry: part (index into `PARTS`, or `ALWAYS`), component (index into `ITEMS`), shared bytes.
-    """
+    # Without exact memory records, gradients exist during the whole step.
     sizes = {
         (ALWAYS, "parameters"): tie.parameter_bytes,
         (ALWAYS, "optimizer"): tie.optimizer_bytes,
         (PARTS.index("gradients") if is_exact else ALWAYS, "gradients"): tie.gradient_bytes,
         (PARTS.index("casts"), "casts"): tie.cast_bytes,
     }
+    # The page's scripts expect: later layer, earlier layers (nearest first), list of part, component and bytes.
     shared = [number for (part, item), size in sizes.items() for number in (part, ITEMS.index(item), round(size))]
     return [tie.second, [tie.first, *reversed(tie.earlier)], shared]
 
@@ -265,7 +256,7 @@ def _choices(nearby: _NearbyStages) -> dict[str, object]:
 
 
 def _error_ranges(plan: Plan, profile: Profile) -> dict[str, object]:
-    """Return the plan's error ranges, as ratios of measured to predicted values. The page uses them for all cuts."""
+    # The page applies the error ranges of the plan to all partitions.
     certainty, step_us = certainty_of(plan, profile), plan.predicted.step_us
     step = certainty.step_us
     bound = certainty.peak_ratio and [certainty.peak_ratio * certainty.allocator_ratio, SLACK_BYTES]

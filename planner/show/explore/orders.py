@@ -1,8 +1,7 @@
-"""Action orders in the interactive report: for each schedule, number of stages and of micro-batches, a text per device.
+"""Action orders in the interactive report. The action order of a device is a text with one character per action.
 
-Each character of a text stands for a row of a table that all texts share. The row has an action of the device, and the
-parts of memory (`PARTS`) that the action adds and removes. The report's scripts can therefore replay an order without
-an implementation of its schedule. Long orders are left out, except the order of the plan.
+A character selects a row of the table `ScheduleMenu.entries`. The row has an action, and its effect on memory. The
+report's scripts can therefore replay an action order without an implementation of its schedule.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,10 +31,7 @@ EncodedOrder = tuple[str] | tuple[str, list[int]]
 
 
 def _character(number: int) -> str:
-    """Return the character that encodes the row `number` of the table.
-
-    It is a printable ASCII character except quotes, `<` and backslash, or a character from U+00A1 on.
-    """
+    # Printable ASCII characters except quotes, `<` and backslash, then characters from U+00A1 on.
     if number >= 90:
         return chr(161 + number - 90)
     code = 35 + number
@@ -49,12 +45,12 @@ class DeviceOrders:
 
     devices: tuple[EncodedOrder, ...]
     parts: frozenset[int]
-    """Parts of memory that occur in the orders, as indices into `PARTS`."""
+    """Parts of memory that exist while the orders run, as indices into `PARTS`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfferedSchedule:
-    """Schedule that the interactive report offers, with its action orders; the longest orders may be missing."""
+    """Schedule that the interactive report offers, with its action orders."""
 
     schedule: Schedule
     orders: Mapping[int, Mapping[int, DeviceOrders]]
@@ -63,11 +59,11 @@ class OfferedSchedule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleMenu:
-    """Schedules, numbers of stages and of micro-batches that the interactive report offers."""
+    """Schedules that the interactive report offers, with their action orders."""
 
     schedules: tuple[OfferedSchedule, ...]
     entries: tuple[OrderEntry, ...]
-    """Table that the texts of all action orders refer to."""
+    """Table of actions. Each character of an encoded order selects a row."""
     is_complete: bool
     """True if all orders fit into the interactive report."""
 
@@ -88,7 +84,7 @@ class ScheduleMenu:
 def schedule_menu(request: ExplorerRequest) -> ScheduleMenu:
     """Return the schedules that can run on the plan's devices, with their action orders.
 
-    The plan's order comes first, then short orders before long ones, with at most `MOST_ACTIONS` actions together.
+    The longest action orders are left out if all orders together have more than `MOST_ACTIONS` actions.
     """
     plan = request.plan
     chosen = schedule_of(plan.schedule, plan.order), plan.chunks, plan.micro_batches

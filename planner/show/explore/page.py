@@ -1,4 +1,4 @@
-"""Page of the interactive report: controls, figures, timeline, memory and stages, which scripts fill in."""
+"""HTML page of the interactive report, which scripts fill in."""
 
 from string import Template
 

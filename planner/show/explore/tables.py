@@ -23,10 +23,7 @@ class NumberTable:
         self._columns: list[FloatArray] = []
 
     def add(self, values: FloatArray | float) -> int:
-        """Add a column and return its index.
-
-        An equal column is stored once, and a column of zeros has the index `ZERO`.
-        """
+        """Add a column and return its index, which is `ZERO` for a column of zeros."""
         column = _rounded(np.broadcast_to(np.asarray(values, float), self.num_rows))
         if not column.any():
             return ZERO
@@ -36,9 +33,10 @@ class NumberTable:
         return place
 
     def json_data(self) -> dict[str, Any]:
-        """Return the table as JSON data: `columns`, in which equal rows are stored once, and `rows`.
+        """Return the table as JSON data without repeated rows.
 
-        `rows[i]` is the place in `columns` at which row i of the table is stored. If no rows are equal, `rows` is None.
+        `columns` has the distinct rows, and `rows` the index of each row of the table among them. If no rows are equal,
+        `rows` is None.
         """
         if not self._columns:
             return {"rows": None, "columns": []}

@@ -69,9 +69,9 @@ class StageLayout:
     devices: tuple[int, ...]
     """Device of each stage."""
     speeds: tuple[int, ...]
-    """For each stage, the index of its device's speed."""
+    """Index of each stage's speed in `DeviceGroup.speeds`."""
     links: tuple[int, ...]
-    """For each boundary, the index of its link; -1 if both stages are on one device."""
+    """Index of each boundary's link in `DeviceGroup.links`; -1 if both stages are on one device."""
 
     @classmethod
     def of(cls, pipeline: DeviceGroup, chunks: int, placement: Placement) -> "StageLayout":
@@ -97,19 +97,16 @@ class StageLayout:
         return len(self.devices)
 
     def json_data(self) -> dict[str, object]:
-        """Return the dependencies and messages of every action, for the JSON data of the interactive report.
-
-        The action of kind k (F, B, I, W: 0 to 3) on a stage has the index 4 * stage + k in each list:
-
-            needs       message that the action waits for
-            makes       message that the action creates
-            received    boundary over which the needed message arrives
-            sent        boundary over which the created message leaves
-
-        Message s has the activations that stage s passes to the next stage. With S stages, message S + s has the
-        gradient that stage s passes to the previous stage. A boundary is the index of the stage before it. -1 means
-        none.
-        """
+        """Return the dependencies and messages of every action, for the JSON data of the interactive report."""
+        # The action of kind k (F, B, I, W: 0 to 3) on a stage has the index 4 * stage + k in each list:
+        #
+        #     needs       message that the action waits for
+        #     makes       message that the action creates
+        #     received    boundary over which the needed message arrives
+        #     sent        boundary over which the created message leaves
+        #
+        # Message s has the activations of stage s. With S stages, message S + s has the gradient of its input.
+        # A boundary is the index of the stage before it. -1 means none.
         every = [(kind, stage) for stage in range(self.num_stages) for kind in KINDS]
         makes = [
             self._message(
@@ -184,11 +181,9 @@ def _cut_ranges(balance: Sequence[int], width: int) -> Iterator[range]:
 
 
 def run_length_encode(*columns: IntArray) -> list[int]:
-    """Encode rows as runs. In a run, the last number grows by 1 from row to row, and the other numbers are equal.
-
-    The rows, given by their `columns`, must be sorted. The result is a flat list: for each run, its first row and the
-    last number of its last row.
-    """
+    """Encode sorted rows, given by their columns, as a flat list of integers."""
+    # In a run of rows, the last number grows by 1 from row to row, and the other numbers are equal.
+    # A run is encoded as its first row and the last number of its last row.
     rows = np.stack(columns, axis=1)
     is_next = (np.diff(rows[:, :-1], axis=0) == 0).all(axis=1) & (np.diff(rows[:, -1]) == 1)
     begins = np.flatnonzero(np.concatenate([[True], ~is_next])) if len(rows) else np.zeros(0, np.int64)

@@ -28,22 +28,17 @@ _FEW = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _PlottedQuantity:
-    """Quantity of the best plans that one chart shows, such as the step time."""
+    """Quantity that one chart shows, such as the step time."""
 
     title: str
-    of: Callable[[FrontierPoint], float]
-    """Function that returns the quantity of one of the best plans."""
-    text: Callable[[float], str]
-    """Function that returns a value as text."""
+    value_of: Callable[[FrontierPoint], float]
+    format_value: Callable[[float], str]
     limit: float = 0.0
     """Upper limit of the quantity, drawn as a line; 0 for none."""
 
 
 def frontier_section(plan: Plan) -> Section:
-    """Return charts and a table of the best plan for each number of micro-batches.
-
-    These best plans are the field `frontier` of `plan`, which must not be empty.
-    """
+    """Return charts and a table of the plans in `plan.frontier`, which must not be empty."""
     points = plan.frontier
     several = frontier_has_replicas(plan)
     names = [f"{p.micro_batches}, R {p.replicas}" if several else str(p.micro_batches) for p in points]
@@ -51,9 +46,11 @@ def frontier_section(plan: Plan) -> Section:
     chosen = [row in numbers.column("micro_batches").marked for row in range(len(points))]
     memory_limit = max(plan.inputs.memory_bytes)
     figures = (
-        _PlottedQuantity(title="step time", of=lambda p: p.step_us, text=format_us),
-        _PlottedQuantity(title="bubble", of=lambda p: p.bubble, text=percent),
-        _PlottedQuantity(title="peak memory", of=lambda p: p.peak_bytes, text=format_bytes, limit=memory_limit),
+        _PlottedQuantity(title="step time", value_of=lambda p: p.step_us, format_value=format_us),
+        _PlottedQuantity(title="bubble", value_of=lambda p: p.bubble, format_value=percent),
+        _PlottedQuantity(
+            title="peak memory", value_of=lambda p: p.peak_bytes, format_value=format_bytes, limit=memory_limit
+        ),
     )
     charts = [_chart(shown, points, names, chosen) for shown in figures]
     unfit = [name for name, point in zip(names, points, strict=True) if not point.fits]
@@ -67,7 +64,7 @@ def frontier_section(plan: Plan) -> Section:
 def _chart(
     shown: _PlottedQuantity, points: Sequence[FrontierPoint], names: Sequence[str], chosen: Sequence[bool]
 ) -> str:
-    of, text, title = shown.of, shown.text, shown.title
+    of, text, title = shown.value_of, shown.format_value, shown.title
     most = max((of(point) for point in points if point.fits), default=0.0)
     # A limit far above all points would flatten them.
     limit = shown.limit if shown.limit <= 2 * most else 0.0

@@ -29,17 +29,13 @@ _FEW = 20
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
     style_class: str
-    words: str
-    """Label in the legend."""
-    of: Callable[[LayerProfile], float]
-    """Function that returns the height of this part in the bar of a layer, in microseconds or bytes."""
+    label: str
+    value_of: Callable[[LayerProfile], float]
+    """Function from a layer to the microseconds or bytes of this part."""
 
 
 def layers_section(profile: Profile | None, plan: Plan | None) -> Section:
-    """Return charts and a table of the layers' times and bytes, with marks for the stages of `plan` if it is given.
-
-    If `profile` is None, the section says that the profile is missing.
-    """
+    """Return charts and a table of the layers' times and bytes; a remark if `profile` is None."""
     if profile is None:
         body = remark("The profile, which has the layers, was not found: give it with --profile FILE.")
         return Section(anchor="layers", title="Layers", body=body)
@@ -48,17 +44,17 @@ def layers_section(profile: Profile | None, plan: Plan | None) -> Section:
     wanted = plan.micro_batch_size if plan else max(sizes)
     n = min(range(len(sizes)), key=lambda i: (abs(sizes[i] - wanted), -sizes[i]))
     times = (
-        _Part(style_class="l-f", words="forward", of=lambda x: x.forward_us[n]),
-        _Part(style_class="l-b", words="backward", of=lambda x: x.backward_us[n]),
+        _Part(style_class="l-f", label="forward", value_of=lambda x: x.forward_us[n]),
+        _Part(style_class="l-b", label="backward", value_of=lambda x: x.backward_us[n]),
     )
     sums = (
-        _Part(style_class="m-parameters", words="parameters", of=lambda x: x.parameter_bytes),
+        _Part(style_class="m-parameters", label="parameters", value_of=lambda x: x.parameter_bytes),
         _Part(
             style_class="m-optimizer",
-            words="gradients and optimizer",
-            of=lambda x: x.created_gradient_bytes + x.optimizer_bytes,
+            label="gradients and optimizer",
+            value_of=lambda x: x.created_gradient_bytes + x.optimizer_bytes,
         ),
-        _Part(style_class="m-in_flight", words="saved, of one micro-batch", of=lambda x: x.saved_bytes[n]),
+        _Part(style_class="m-in_flight", label="saved, of one micro-batch", value_of=lambda x: x.saved_bytes[n]),
     )
     cuts = tuple(accumulate(plan.balance)) if plan else ()
     charts = [
@@ -79,7 +75,7 @@ def _chart(
     cuts: Sequence[int],
     text: Callable[[float], str],
 ) -> str:
-    top = max((sum(part.of(layer) for part in parts) for layer in layers), default=0.0) or 1.0
+    top = max((sum(part.value_of(layer) for part in parts) for layer in layers), default=0.0) or 1.0
     width = 100 / len(layers)
     drawn = [chart_line("axis", (0, 100), (_HEIGHT, _HEIGHT))]
     for place, layer in enumerate(layers):
@@ -96,7 +92,7 @@ def _chart(
             )
         begin = end
     caption, label = f"{title}: the largest layer takes {text(top)}", f"{title} of every layer"
-    keys = legend((part.style_class, part.words) for part in parts)
+    keys = legend((part.style_class, part.label) for part in parts)
     return chart_figure(caption, *drawn, height=_HEIGHT + 20, label=label, below=keys, style_class="layers")
 
 
@@ -109,10 +105,10 @@ def _layer(
     top: float,
     text: Callable[[float], str],
 ) -> str:
-    tip = f"{layer.name}: " + ", ".join(f"{part.words} {text(part.of(layer))}" for part in parts)
+    tip = f"{layer.name}: " + ", ".join(f"{part.label} {text(part.value_of(layer))}" for part in parts)
     drawn, foot = [element("title", escape_text(tip))], _HEIGHT
     for part in parts:
-        tall = part.of(layer) / top * (_HEIGHT - 6)
+        tall = part.value_of(layer) / top * (_HEIGHT - 6)
         foot -= tall
         if tall > 0.05:
             place = f'x="{number(x + width * 0.06, 3)}%" width="{number(width * 0.88, 3)}%"'

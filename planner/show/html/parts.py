@@ -1,4 +1,4 @@
-"""Building blocks of the report's sections. They escape all texts except arguments described as markup."""
+"""Building blocks of the report's sections. They escape all texts that are not markup."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,12 +22,12 @@ class Section:
 
 
 def layer_name_markup(name: str) -> str:
-    """Return a name of layers as markup with possible line breaks after dots."""
+    """Return the name of a layer as markup, with possible line breaks after dots."""
     return element("span", escape_text(name).replace(".", ".<wbr>"), class_="name")
 
 
 def html_table(header: Sequence[str], rows: Iterable[Sequence[str]], *, text: int = 1) -> str:
-    """Return a table as markup: first columns with texts, then columns with numbers.
+    """Return a table as markup.
 
     Args:
         header: Titles of the columns.
@@ -49,7 +49,7 @@ def values_table(shown: Table, *, text: int = 1, marks: Mapping[str, str] | None
     Args:
         shown: The table of values.
         text: Number of columns with text, from the left.
-        marks: Text to append to the values that a column marks (`Column.marked`), by name of the column.
+        marks: Suffix of the values in `Column.marked`, by name of the column.
     """
     columns = [_cells(column, (marks or {}).get(column.name, "")) for column in shown.columns]
     return html_table([column.heading for column in shown.columns], zip(*columns, strict=True), text=text)

@@ -24,10 +24,8 @@ _WIDEST = 100
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _LayerFigure:
     header: str
-    of: Callable[[LayerProfile], float]
-    """Function that returns the number of a layer."""
-    text: Callable[[float], str]
-    """Function that returns a number as text."""
+    value_of: Callable[[LayerProfile], float]
+    format_value: Callable[[float], str]
     total: bool = True
     """True if the table shows the sum of the column."""
 
@@ -35,8 +33,7 @@ class _LayerFigure:
 def profile_text(profile: Profile, style: Style) -> str:
     """Return model, device and costs of every layer, at the largest micro-batch size, as text.
 
-    Successive equal layers, of which one was measured, share a row, such as `block_0 … block_7 (8)`. The row has the
-    costs of one layer.
+    Successive equal layers share a row, such as `block_0 … block_7 (8)`. The row has the costs of one layer.
     """
     title = printable(profile.model.source) or "profile"
     size = _largest(profile)
@@ -95,13 +92,14 @@ def _layer_table(profile: Profile, style: Style) -> Table:
     figures = _figures(profile, style)
     columns = [TextColumn(header="layer", footer="total", number=False)]
     columns += [
-        TextColumn(header=f.header, footer=f.text(sum(map(f.of, profile.layers))) if f.total else "") for f in figures
+        TextColumn(header=f.header, footer=f.format_value(sum(map(f.value_of, profile.layers))) if f.total else "")
+        for f in figures
     ]
     rows = []
     for group in _alike(profile.layers):
         first, last = group[0], group[-1]
         name = printable(layer_range(first.name, last.name, len(group) if len(group) > 1 else None))
-        rows.append([name, *(figure.text(figure.of(first)) for figure in figures)])
+        rows.append([name, *(f.format_value(f.value_of(first)) for f in figures)])
     return rich_table(columns, rows)
 
 
@@ -119,15 +117,21 @@ def _figures(profile: Profile, style: Style) -> list[_LayerFigure]:
     layers = profile.layers
     scale = TimeUnit.fitting(time for layer in layers for time in (layer.forward_us[n], layer.backward_us[n]))
     figures = [
-        _LayerFigure(header="parameters", of=lambda x: x.parameter_bytes, text=format_bytes),
-        _LayerFigure(header=f"forward\n{scale.unit}", of=lambda x: x.forward_us[n], text=scale.text),
-        _LayerFigure(header=f"backward\n{scale.unit}", of=lambda x: x.backward_us[n], text=scale.text),
-        _LayerFigure(header="saved", of=lambda x: x.saved_bytes[n], text=format_bytes),
+        _LayerFigure(header="parameters", value_of=lambda x: x.parameter_bytes, format_value=format_bytes),
+        _LayerFigure(header=f"forward\n{scale.unit}", value_of=lambda x: x.forward_us[n], format_value=scale.text),
+        _LayerFigure(header=f"backward\n{scale.unit}", value_of=lambda x: x.backward_us[n], format_value=scale.text),
+        _LayerFigure(header="saved", value_of=lambda x: x.saved_bytes[n], format_value=format_bytes),
     ]
     if style.has_room_for(_WIDE):
-        figures.append(_LayerFigure(header="output", of=lambda x: x.output_bytes[n], text=format_bytes, total=False))
         figures.append(
-            _LayerFigure(header="forward\nFLOP", of=lambda x: x.forward_flops[n] if x.forward_flops else 0, text=_flops)
+            _LayerFigure(header="output", value_of=lambda x: x.output_bytes[n], format_value=format_bytes, total=False)
+        )
+        figures.append(
+            _LayerFigure(
+                header="forward\nFLOP",
+                value_of=lambda x: x.forward_flops[n] if x.forward_flops else 0,
+                format_value=_flops,
+            )
         )
     if style.has_room_for(_WIDEST) and len(profile.micro_batch_sizes) > 1:
         figures += _per_sample(profile)
@@ -143,7 +147,9 @@ def _per_sample(profile: Profile) -> list[_LayerFigure]:
     scale = TimeUnit.fitting(_us_per_sample(profile, size, layer) for size in sizes for layer in profile.layers)
     return [
         _LayerFigure(
-            header=f"{scale.unit}/sample\nat {size}", of=partial(_us_per_sample, profile, size), text=scale.text
+            header=f"{scale.unit}/sample\nat {size}",
+            value_of=partial(_us_per_sample, profile, size),
+            format_value=scale.text,
         )
         for size in sizes
     ]
@@ -165,11 +171,7 @@ def _notes(profile: Profile, style: Style) -> list[Text]:
 
 
 def _ties(profile: Profile) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield texts about layers that share parameters, each as a title and names of layers.
-
-    If each layer of a group shares parameters with all others, the group has one text. Otherwise every layer has its
-    own text, with the names of the layers with which it shares parameters.
-    """
+    # A group of layers that all share parameters has one title; other layers have a title each.
     groups: dict[frozenset[str], list[LayerProfile]] = {}
     for layer in profile.layers:
         if layer.tied:

@@ -1,4 +1,4 @@
-"""Tables for the terminal: times of one kind share a unit, and only columns that fit are shown."""
+"""Tables for the terminal, without columns that do not fit."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,9 +17,9 @@ GAP = 2
 
 
 def terminal_table(view: Table, marks: Mapping[str, tuple[str, str]] | None = None) -> RichTable:
-    """Return a table of values as a table for the terminal.
+    """Return `view` as a table for the terminal.
 
-    `marks` has, by column name, the suffix and the color of marked values.
+    `marks` has the suffix and the color of the values in `Column.marked`, by column name.
     """
     columns = [TextColumn(header=_header(column, view), number=column.unit != "text") for column in view.columns]
     rows = list(zip(*(_cells(column, view, marks) for column in view.columns), strict=True))
@@ -48,12 +48,12 @@ def table_width(view: Table) -> int:
 
 
 def _header(column: Column, view: Table) -> str:
-    return f"{column.title}\n{view.scales()[column.per].unit}" if column.per else column.title
+    return f"{column.title}\n{view.time_units()[column.per].unit}" if column.per else column.title
 
 
 def _cells(column: Column, view: Table, marks: Mapping[str, tuple[str, str]] | None = None) -> list[Text]:
     mark, look = (marks or {}).get(column.name, ("", ""))
-    texts = column.texts(view.scales().get(column.per))
+    texts = column.texts(view.time_units().get(column.per))
     # Numbers are aligned at the right, so those without a mark get its width in spaces.
     space = "" if column.unit == "text" or not column.marked else " " * len(mark)
     return [
@@ -69,8 +69,7 @@ class TextColumn:
     header: str
     footer: str = ""
     number: bool = True
-    """True for numbers, which are right-aligned and never broken. Other columns are left-aligned, and long cells are
-    broken."""
+    """True for numbers, which are right-aligned and never broken."""
 
 
 def facts_table(rows: Sequence[tuple[str, str | Text]], style: Style) -> RichTable:

@@ -3,11 +3,9 @@
     stage 0 F0░░F1░░F2░░            B0▓▓▓▓▓▓B1▓▓▓▓▓▓B2▓▓▓▓▓▓ 25.0 %
     stage 1     F0░░F1░░F2░░B0▓▓▓▓▓▓B1▓▓▓▓▓▓B2▓▓▓▓▓▓          0.0 %
 
-Each box begins with the letter of its kind of action and the micro-batch, if they fit. Otherwise the fill shows the
-kind. If devices have several chunks, rows are named after devices, `F0.1` is micro-batch 0 on the device's chunk 1, and
-chunks differ in fill and hue. The start and end of a box are rounded to columns. Boxes never overlap, and a box thinner
-than a column may vanish. A row ends with its bubble: the share of time, from its first box to its last one, in which
-the device computes nothing.
+A box begins with the letter of its action and the number of its micro-batch, if they fit. `F0.1` is micro-batch 0 on
+chunk 1 of a device. A box thinner than a column may vanish. A row ends with its bubble: the idle share of the time from
+its first box to its last one.
 """
 
 from collections.abc import Mapping, Sequence
@@ -53,10 +51,7 @@ class AxisScale:
         return floor(time_us * self.columns / self.total_us + 0.5)
 
     def room(self, duration_us: float) -> int:
-        """Return the number of columns that every box of this duration has.
-
-        A drawn box may have one more column, because its start and end are rounded.
-        """
+        """Return the smallest width of a box with this duration, in columns."""
         return floor(duration_us * self.columns / self.total_us + 1e-9)
 
 
@@ -70,7 +65,7 @@ class TimelineBox:
     start: int
     end: int
     room: int
-    """Number of columns available for the label; it depends only on the duration, not on rounding."""
+    """Number of columns available for the label."""
     chunk: int | None = None
     """Chunk of the action on its device; None if every device has one stage."""
 

@@ -1,7 +1,4 @@
-"""Figures of a plan with their error ranges in words, without uncertain digits.
-
-If the profile is missing, there is no `Certainty`, and figures are printed without a range.
-"""
+"""Figures of a plan with their error ranges as texts, without uncertain digits."""
 
 from collections.abc import Callable
 from math import ceil, floor, log10
@@ -16,8 +13,8 @@ from planner.show.views.numbers import percent, rate_text
 def step_words(plan: Plan, certainty: Certainty | None) -> str:
     """Return the step time with its range, such as `530 ms (500 to 590)`.
 
-    If no similar run was measured, the text is `about 530 ms`. If earlier steps were all longer or all shorter than
-    predicted, the range may exclude the prediction. The range then comes first: `570 to 710 ms (390 predicted)`.
+    If no similar run was measured, the text is `about 530 ms`. If the range excludes the prediction, the range comes
+    first: `570 to 710 ms (390 predicted)`.
     """
     step_us = plan.predicted.step_us
     if certainty is None or not step_us:
@@ -55,10 +52,7 @@ def _with_range(value: float, ends: tuple[float, float], end: int, unit: str) ->
 
 
 def fit_words(plan: Plan, certainty: Certainty | None) -> str:
-    """Return `fits`, `tight` or `does not fit`.
-
-    If no similar peak was measured, the error range is unknown. Then the text is `fits as predicted` instead of `fits`.
-    """
+    """Return `fits`, `tight` or `does not fit`; `fits as predicted` if no similar peak was measured."""
     fit = memory_fit(plan, certainty)
     unknown = certainty is not None and not certainty.device_bytes
     return "fits as predicted" if unknown and fit == "fits" else fit
@@ -97,7 +91,7 @@ def peak_words(plan: Plan, certainty: Certainty | None) -> str:
 
 
 def accuracy_words(certainty: Certainty) -> str:
-    """Return a line that names the earlier predictions from which the error ranges come."""
+    """Return a line about the errors of earlier predictions, from which the error ranges come."""
     words = [f"accuracy: {certainty.source}"]
     if certainty.step_ratio is None:
         words.append("no similar step was measured")
@@ -116,12 +110,9 @@ def accuracy_words(certainty: Certainty) -> str:
 
 
 def num_certain_decimals(low: float, high: float) -> int:
-    """Return how many decimals to print of a number that is only known to be from `low` to `high`.
-
-    The rule is from the Particle Data Group (Review of Particle Physics, Introduction, 5.3). Let half be (high - low)
-    / 2. It is rounded to two significant digits if its first three digits are at most 354, otherwise to one. The number
-    is printed to the same decimal place: -1 means tens, -2 hundreds.
-    """
+    """Return the number of decimals to print of a value between `low` and `high`; -1 means tens, -2 hundreds."""
+    # Rule of the Particle Data Group (Review of Particle Physics, Introduction, 5.3): half of the range has two
+    # significant digits if its first three digits are at most 354, otherwise one.
     half = (high - low) / 2
     if half <= 0:
         return _MOST_DIGITS

@@ -1,4 +1,4 @@
-"""Figures of a cluster in words: tokens per second, utilization, and duration and cost of a training run."""
+"""Figures of a training run as texts: tokens per second, utilization, duration and cost."""
 
 from dataclasses import replace
 from typing import Final
@@ -32,16 +32,16 @@ def tokens_words(plan: Plan, certainty: Certainty | None) -> str:
 
 
 def training_words(plan: Plan, certainty: Certainty | None) -> list[str]:
-    """Return texts about the training run of `shown_run`, with error ranges; an empty list if that returns None."""
+    """Return duration, GPU-hours and cost of the plan's training run as texts; an empty list if they are unknown."""
     shown = shown_run(plan)
     return run_words(*shown, measured_to_predicted_ratios(plan, certainty)) if shown is not None else []
 
 
 def shown_run(plan: Plan) -> tuple[TrainingRun, Inputs] | None:
-    """Return the training run to show, and the plan's inputs with the length of this run.
+    """Return the requested training run, and the plan's inputs with the length of this run.
 
-    If no run was requested, a run of 1T tokens is assumed. The result is then None if the number of tokens per sample
-    or the peak rate of the GPUs is unknown.
+    If no run was requested, the result is a run of 1T tokens. It is None if the number of tokens per sample or the peak
+    rate of the GPUs is unknown.
     """
     inputs, predicted = plan.inputs, plan.predicted
     if plan.training is not None:
@@ -88,7 +88,7 @@ def days_words(run: TrainingRun, ratios: tuple[float, float] | None) -> str:
 
 
 def measured_to_predicted_ratios(plan: Plan, certainty: Certainty | None) -> tuple[float, float] | None:
-    """Return the smallest and largest ratio of measured to predicted step times, or None."""
+    """Return the smallest and largest ratio of measured to predicted step times; None if they are unknown."""
     step_us = plan.predicted.step_us
     if certainty is None or certainty.step_us is None or not step_us:
         return None

@@ -90,10 +90,7 @@ def _named_bound_words(plan: Plan) -> str:
 
 
 def gap_words(plan: Plan) -> str:
-    """Return the gap between the plan's step time and its lower bound, as a share of the step time.
-
-    If the plans with named schedules have a higher lower bound, the text also has the gap to this bound.
-    """
+    """Return the plan's gap as text, and its gap over the named schedules if this is smaller."""
     named_gap = plan.solver.named_gap(plan.predicted.step_us)
     over_named = "" if named_gap is None else f", over the named schedules {_gap_text(named_gap)}"
     return f"gap {_gap_text(plan.solver.gap)}{over_named}"
@@ -116,7 +113,7 @@ def has_unlike_devices(plan: Plan) -> bool:
 def plan_stage_table(plan: Plan, *, brief: bool = False) -> Table:
     """Return a table of a plan's stages, with marks for the slowest stage and exceeded limits.
 
-    With `brief`, the table has the recompute choice of a stage instead of its number of recomputed layers.
+    With `brief`, the table has no numbers of recomputed layers.
     """
     slowest = frozenset({plan.predicted.bottleneck_stage} if len(plan.stages) > 1 else ())
     over = frozenset(s.index for s in plan.stages if s.memory.total > s.memory_bytes)
@@ -179,7 +176,7 @@ def frontier_table(plan: Plan) -> Table:
 def schedules_table(plan: Plan) -> Table:
     """Return a table of the best plan of each schedule.
 
-    The plan's own schedule is marked, and so are step times that a short search found.
+    The plan's own schedule is marked. Step times that a short search found are marked as well.
     """
     points, limit = plan.schedules, max(plan.inputs.memory_bytes)
     short = frozenset(n for n, point in enumerate(points) if point.short_search)
@@ -209,7 +206,7 @@ SHORT_MARK: Final = " *"
 
 
 def short_search_note(plan: Plan) -> str:
-    """Return a text that explains the mark of step times from short searches; empty if there are none."""
+    """Return a footnote for step times that short searches found; empty if there are none."""
     if not any(point.short_search for point in plan.schedules):
         return ""
     return "* from a short search; `solve --frontier` searches longer and may find a faster plan"

@@ -1,8 +1,7 @@
 """Style classes of the boxes in pictures of a step, and the labels of the legend.
 
-For an action, the class is the lower-case letter of its kind and the number of a hue, which distinguishes chunks
-(`f0`). `r` and `s` are transfers, `o` is the optimizer step, and `again` is recomputation, which is drawn over its
-backward.
+The class of an action is the lower-case letter of its kind and the number of a hue, such as `f0`. Chunks have different
+hues. `r` and `s` are transfers, `o` is the optimizer step, and `again` is recomputation.
 """
 
 from collections.abc import Iterable
@@ -18,7 +17,7 @@ BUBBLE_WORDS: Final = "bubble, from a row's first box to its last"
 
 
 def bubble_of(busy_us: Iterable[tuple[float, float]]) -> float:
-    """Return the share of the time from a device's first to its last action in which the device is idle.
+    """Return a device's idle share of the time between its first and its last action.
 
     `busy_us` has the start and the end of each action.
     """
@@ -46,12 +45,7 @@ def recompute_style_class(step: StepTimeline) -> str:
 
 
 def span_style_class(span: Span, num_devices: int) -> str:
-    """Return the style class of a span. Chunks of a device have different classes.
-
-    Args:
-        span: Action of the timeline.
-        num_devices: Number of devices of the pipeline.
-    """
+    """Return the style class of a span, which depends on its chunk."""
     kind = BY_LABEL.get(span.kind)
     return span.kind[0] if kind is None else _look(kind, span.stage // num_devices)
 
@@ -61,8 +55,8 @@ def micro_batch_text(span: Span, step: StepTimeline) -> str:
     return f"{span.micro_batch}.{span.stage // step.num_devices}" if step.chunks > 1 else str(span.micro_batch)
 
 
-def legend_classes(step: StepTimeline, *, has_lanes: bool) -> list[tuple[str, str]]:
-    """Return the legend of a picture of a step, as pairs of style class and label. It has sends if `has_lanes`."""
+def legend_classes(step: StepTimeline, *, has_sends: bool) -> list[tuple[str, str]]:
+    """Return the legend of a picture of a step, as pairs of style class and label."""
     kinds = {span.kind for span in step.spans}
     chunks = min(step.chunks, HUES)
     looks = [
@@ -73,7 +67,7 @@ def legend_classes(step: StepTimeline, *, has_lanes: bool) -> list[tuple[str, st
     ]
     if any(span.recompute_us > 0 for span in step.spans):
         looks.append(("again", "recompute, within its backward"))
-    if has_lanes and kinds & {"send forward", "send backward"}:
+    if has_sends and kinds & {"send forward", "send backward"}:
         looks.append(("s", "transfer, at the edge towards its receiver"))
     if "receive" in kinds:
         looks.append(("r", "transfer that keeps its receiver busy"))

@@ -1,4 +1,4 @@
-"""Table of values with units. Each renderer chooses columns and draws marks."""
+"""Table of values with units, which the terminal, HTML and Markdown print."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -35,11 +35,10 @@ class Column:
     unit: Unit = "text"
     """Unit of the values. A column of unit `text` is left-aligned, any other column is right-aligned."""
     per: str = ""
-    """Quantity that a time belongs to, such as `micro-batch`. All columns with the same `per` are shown in one unit of
-    time. If it is empty, each value has its own unit."""
+    """Denominator of the times, such as `micro-batch`. Columns with equal denominators share a unit of time. Without a
+    denominator, each value has its own unit."""
     drop: int = 0
-    """Priority for removing the column if space is short: columns with the largest number are removed first, columns
-    with 0 never."""
+    """Priority for removing the column if space is short: the largest number is removed first, 0 never."""
     marked: frozenset[int] = frozenset()
     """Indices of rows whose value is emphasized, for example the slowest stage."""
 
@@ -47,9 +46,9 @@ class Column:
     def heading(self) -> str:
         return self.title.replace("\n", " ")
 
-    def texts(self, scale: TimeUnit | None = None) -> tuple[str, ...]:
-        """Return every value as text: with its own unit, or as a number in the unit `scale`."""
-        text = _TEXTS[self.unit] if scale is None else scale.text
+    def texts(self, time_unit: TimeUnit | None = None) -> tuple[str, ...]:
+        """Return the values as texts: with their own units, or as numbers in `time_unit`."""
+        text = _TEXTS[self.unit] if time_unit is None else time_unit.text
         return tuple(NOTHING if v is None else v if isinstance(v, str) else text(v) for v in self.values)
 
 
@@ -90,11 +89,11 @@ class Table:
         return replace(self, columns=tuple(changed))
 
     def rows(self) -> tuple[tuple[str, ...], ...]:
-        """Return the texts of every row, each value with its own unit."""
+        """Return the values of every row as texts, with their units."""
         return tuple(zip(*(column.texts() for column in self.columns), strict=True))
 
-    def scales(self) -> Mapping[str, TimeUnit]:
-        """Return a common unit for all columns with the same `per` (such as `step`), by `per`."""
+    def time_units(self) -> Mapping[str, TimeUnit]:
+        """Return the unit of time for each denominator (`Column.per`)."""
         times: dict[str, list[float]] = {}
         for column in self.columns:
             if column.per:
@@ -119,7 +118,7 @@ def column(
         title: Title of the column.
         value: Function that reads the column's value from a row.
         unit: Unit of the values.
-        per: Quantity that a time belongs to, such as `micro-batch`.
+        per: Denominator of the times, such as `micro-batch`.
         drop: Priority for removing the column if space is short; 0 is never removed.
         marked: Indices of rows whose value is emphasized.
 

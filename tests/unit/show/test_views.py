@@ -32,7 +32,7 @@ def replicated():
 def test_single_times_have_their_own_unit_and_columns_a_common_one():
     assert WORDS.rows() == (("a", "1", "1.50 ms"), ("bb", "2", "3.00 ms"))
     times = WORDS.column("time")
-    assert times.texts(WORDS.scales()["word"]) == ("1.500", "3.000")
+    assert times.texts(WORDS.time_units()["word"]) == ("1.500", "3.000")
     assert replace(times, values=(None, "no plan fits")).texts() == ("-", "no plan fits")
 
 
