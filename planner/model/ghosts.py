@@ -225,7 +225,7 @@ def storage_key(tensor: Tensor) -> int:
 
 
 def memory_key(tensor: Tensor) -> tuple[object, ...]:
-    """Return a key that existing tensors share if they have the same storage, offset, shape and strides."""
+    """Return a key that is equal for tensors with the same storage, offset, shape and strides."""
     return storage_key(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()
 
 

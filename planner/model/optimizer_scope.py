@@ -1,7 +1,7 @@
 """Check that an optimizer updates each parameter independently of the others.
 
 Each rank of a pipeline updates only the parameters of its own stages. The result equals that of a plain loop only if no
-parameter's update depends on another parameter. A gradient clip within `step()` violates this, as does a step size
+parameter's update depends on another parameter. Counterexamples are a gradient clip within `step()`, and a step size
 computed from all gradients (D-Adaptation, Prodigy).
 
 The check gives random gradients to a few small parameters. One optimizer updates all of them, and two optimizers update
@@ -197,7 +197,7 @@ class _UpdateComparison:
 
 
 class _SmallParameters:
-    """Small random parameters like those with indices `part` in `sample`, and an optimizer for them."""
+    """Small random parameters that replace the parameters with indices `part` in `sample`, and their optimizer."""
 
     def __init__(
         self, whole: WholeModelOptimizer, sample: Sequence[Tensor], part: Sequence[int], device: torch.device

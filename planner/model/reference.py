@@ -1,7 +1,7 @@
 """Train the reference of the equivalence check: the user's model in a plain training loop, uncut and unwrapped.
 
     for step in range(steps):
-        for each micro-batch:                    # the same ones that the pipeline's stages get
+        for each micro-batch:                    # as in the pipeline
             loss = loss_fn(model(inputs), targets) * weight
             loss.backward()
         optimizer.step()

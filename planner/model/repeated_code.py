@@ -1,7 +1,7 @@
 """Find the code that runs before a cut and again after the cut.
 
-If a cut divides a call, the stage after the cut runs the code of the call again from its start. A constant call, whose
-result depends on no parameter, floating-point input or random number, runs again with the code around it.
+If a cut divides a call, the stage after the cut runs the code of the call again from its start. A constant call runs
+again together with its caller. Its result depends on no parameter, floating-point input or random number.
 
     call 0           |---------------------------------------|
     call 1             |-------|                                   finished before both cuts: not run again

@@ -2,16 +2,14 @@
 
 If a cut divides a module's code, this code runs again after the cut, on the received tensors. To repeat a sum, a stage
 would have to receive all operands: for `x = x + block(x)` over many blocks, the results of every block. Instead, the
-sum itself is sent. The stage before the cut computes it. In later stages, the function call that would compute it
-returns the received tensor.
+stage before the cut sends the sum. In later stages, the addition is replaced by the received tensor.
 
     x0 --+-- block 0 -- r0 --(+)-- x1 --+-- block 1 -- r1 --(+)-- x2 | -- block 2
          +--------------------+         +--------------------+      cut
 
 Without sent results, x0, r0 and r1 would cross this cut. With x1 and x2 as sent results, only x2 crosses it.
 
-Random numbers are always sent, because later stages would draw other ones. Any other result is sent only if it has
-fewer bytes than the operands that need not be sent then.
+Random numbers are always sent. Any other result is sent only if this reduces the bytes that cross the cut.
 """
 
 from bisect import bisect_right
@@ -72,10 +70,8 @@ class SentResultFinder:
         return any(self._flow[self._versions[storage][0]]["created"] < time for storage in storages)
 
     def _is_cheaper(self, candidate: FunctionResult) -> bool:
-        """Return True if the candidate has fewer bytes than the tensors that it replaces at a cut just after it.
-
-        With equally many bytes, return True if later stages would need parameters or buffers to compute the candidate.
-        """
+        """Return True if sending the candidate takes fewer bytes than sending its operands."""
+        # With equally many bytes, it is sent if later stages would need parameters or buffers to compute it.
         cut = candidate.exit + 1
         replaced_bytes, needs_held = 0, False
         repeated = [self._flow[candidate.version]["operator"]]

@@ -34,7 +34,7 @@ def typed_settings(owner: str, build: Callable[..., Any], settings: dict[str, st
 
 
 def public_names_text(names: Iterable[str]) -> str:
-    """Return a text that lists those of `names` that do not begin with an underscore."""
+    """Return a text that lists the `names` without a leading underscore."""
     public = [f"`{name}`" for name in names if not name.startswith("_")]
     return ", ".join(public) or "nothing"
 

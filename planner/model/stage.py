@@ -2,8 +2,8 @@
 
 Modules of earlier stages do not run. If the model's code calls one of them, the call returns the received tensors if
 the stage needs the result. Otherwise the call returns a tensor without values (`ghosts.py`). Parameters of other stages
-that the model's own code uses are also replaced by tensors without values. The stage checks that no tensor that it
-returns depends on them.
+that the model's own code uses are also replaced by tensors without values. The stage checks that its outputs do not
+depend on tensors without values.
 
 The forward ends after the stage's last module. The modules are modified only while a stage runs.
 """
@@ -75,7 +75,7 @@ class ModelStage(nn.Module):
         self._part.call_at_layers(listener)
 
     def keep_state(self) -> None:
-        """After a forward, keep the tensors that it stored in attributes, if later forwards read them."""
+        """Do not undo changes of attributes that later forwards read."""
         part = self._part
         part.leftovers = [change for change in part.leftovers if attribute_key(change) not in part.kept]
 

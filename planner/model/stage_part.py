@@ -33,7 +33,7 @@ class StagePart:
         self.repeated = sorted(repeated.intersection(self.model_tensors))
         """Parameters and buffers of the stage that code of earlier layers reads when it runs again in the stage."""
         self.absent = sorted(repeated.difference(self.model_tensors))
-        """Parameters and buffers of other stages that this code reads. No result of the stage may use them."""
+        """Parameters and buffers of other stages that this code reads."""
         self.overwritten = outline.overwritten[first - 1] if first else frozenset()
         calls = outline.recording.calls
         self.leftovers = [

@@ -74,9 +74,9 @@ class StatefulModule:
 
 
 def stateful_modules(layers: Iterable[tuple[str, nn.Module]]) -> list[StatefulModule]:
-    """Return the modules that own the state of some layers (pairs of a name and a module), each module once.
+    """Return the modules that own the state of `layers`, each module once.
 
-    For a `ModelStage`, these are the modules of the model that own its tensors.
+    Layers are pairs of a name and a module.
     """
     by_module: dict[nn.Module, StatefulModule] = {}
     for name, layer in layers:

@@ -48,7 +48,7 @@ class _Variables(NamedTuple):
     container: Any
     before: dict[Any, Any]
     copies: list[tuple[Tensor, int, Tensor]]
-    """For each small tensor in the container: the tensor, its saved version counter, and a saved copy."""
+    """Small tensors in the container, each with its version counter and a copy at the time of saving."""
 
     @classmethod
     def of(cls, container: Any) -> "_Variables":

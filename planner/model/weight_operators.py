@@ -5,9 +5,8 @@
     pass W:     dw = xᵀ dy
                 db = the sum of dy over rows
 
-Linear layers, convolutions and embeddings contain nearly all parameters of a model. The two passes of their backward do
-not need each other's results. The same kernels as in torch compute them, with factors in the same order and layout, so
-that gradients are bit-for-bit equal.
+Linear layers, convolutions and embeddings contain nearly all parameters of a model. Both passes use the kernels of
+torch, with factors in the same order and layout, so that gradients are bit-for-bit equal.
 """
 
 from collections.abc import Callable, Mapping, Sequence

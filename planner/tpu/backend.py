@@ -60,7 +60,7 @@ def backend_of(name: str) -> "CompiledBackend":
 class CompiledBackend:
     """Profile backend that compiles layers for a TPU chip such as `v2`.
 
-    If `chip` is empty, it compiles for the attached TPU and runs the layers there.
+    If `chip` is empty, the backend compiles for the attached TPU and runs the layers on this TPU.
     """
 
     device = torch.device("cpu")
