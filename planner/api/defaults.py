@@ -13,8 +13,8 @@ def headroom_of(headroom: str | float | None, profile: Profile, limits: Sequence
     """Return the headroom (share of memory to keep free) as a fraction, from 0 to below 1.
 
     Args:
-        headroom: `5%`, 0.05, or `auto`. With `auto`, plans fit even if the prediction of a peak is too low by the
-            largest known error of such predictions. None means `auto` for an estimated profile, and 0 for others.
+        headroom: `5%`, 0.05, or `auto`, which covers the largest known error of predicted peaks. None means `auto` for
+            an estimated profile, and 0 for others.
         profile: The profile to plan from.
         limits: Memory limits of the devices, in bytes.
 
@@ -31,10 +31,7 @@ def headroom_of(headroom: str | float | None, profile: Profile, limits: Sequence
 
 
 def default_batch(profile: Profile, devices: int) -> int:
-    """Return the default mini-batch: a multiple of the largest profiled micro-batch size.
-
-    It is the smallest multiple that has at least as many samples as there are devices.
-    """
+    """Return the default mini-batch: a multiple of the largest profiled micro-batch size, and at least `devices`."""
     largest = max(profile.micro_batch_sizes)
     return largest * max(1, ceil(devices / largest))
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 def emit(plan: File | Plan, options: EmitOptions) -> tuple[Path, ...]:
     """Write the files that run a plan, by default `balance.yaml` and the script `train.py`.
 
-    An edited `train.py` is not overwritten, because it can run the new `balance.yaml`.
+    Without the option `force`, an edited `train.py` is not overwritten.
 
     Args:
         plan: A plan, or its file.
@@ -36,10 +36,10 @@ def emit(plan: File | Plan, options: EmitOptions) -> tuple[Path, ...]:
         Paths of the files.
 
     Raises:
-        StaleError: A plan was made from another profile, or the profile has changed since then.
+        StaleError: The profile differs from the one that a plan was made from.
         InfeasibleError: With the chosen engine, a device needs more memory than its limit.
         UsageError: The engine cannot run the plan, the profile names no model file, or the nodes have too few devices.
-            Also raised if a plan in `options.smaller` has another mini-batch or not fewer processes than `plan`.
+            Also raised if a plan in `options.smaller` has another mini-batch than `plan`, or too many processes.
         FileError: A file cannot be read or written, or balance.yaml was edited.
     """
     return emit_files(plan, options, on_finding=ignore_arguments, note=ignore_arguments).paths

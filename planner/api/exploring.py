@@ -29,7 +29,7 @@ def explore(plan: File | Plan, options: ExploreOptions) -> str:
         The text of the page.
 
     Raises:
-        StaleError: The plan was made from another profile, or the profile has changed since then.
+        StaleError: The profile differs from the one that the plan was made from.
         UsageError: A layer of the profile is in no stage, or a stage has no layers.
         FileError: A file cannot be read, or the page cannot be written.
     """
@@ -64,7 +64,7 @@ def explore(plan: File | Plan, options: ExploreOptions) -> str:
 def solve_command_parts(plan: Plan, profile: Profile) -> Iterator[str]:
     """Yield the `solve` command that makes a plan again: the command with the profile's path, then its options.
 
-    Options that a user sets in the interactive report are left out. The report adds them to the command.
+    Options that the interactive report adds are left out.
     """
     width = plan.tensor_parallel if profile.widths else plan.inputs.tensor_parallel
     inputs = replace(plan.inputs, replicas=plan.replicas, tensor_parallel=width)

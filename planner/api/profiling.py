@@ -84,7 +84,7 @@ def _measured(model: File | Any | None, options: ProfileOptions) -> Profile:
         options.note(f"continuing from {unfinished}")
     options.progress("", 0, 0)
     try:
-        with _explained_by(checked):
+        with _preferring_error_of(checked):
             measured = profile_model(
                 loaded,
                 measuring,
@@ -116,12 +116,8 @@ def _measured(model: File | Any | None, options: ProfileOptions) -> Profile:
 
 
 @contextmanager
-def _explained_by(checked: "EquivalenceResult | None") -> Iterator[None]:
-    """Return a context manager that explains exceptions of the model's code by the equivalence check.
-
-    The check compared stages with the unpartitioned model. If the check failed with an error, this error replaces the
-    exception. Otherwise, the exception is raised unchanged.
-    """
+def _preferring_error_of(checked: "EquivalenceResult | None") -> Iterator[None]:
+    # An error of the equivalence check explains an exception of the model's code, and is raised instead.
     try:
         yield
     except PlannerError:

@@ -55,9 +55,9 @@ def solve_command_options(inputs: Inputs, device: Device, *, without: Collection
 
 
 def calibrated_options(inputs: Inputs, device: Device) -> tuple[str, ...]:
-    """Return the options of `solve` that make a plan again together with `--calibration`.
+    """Return the options of `solve --calibration FILE` that make a plan again.
 
-    Options whose values the calibration replaces are left out.
+    Options whose values come from the calibration are left out.
     """
     # If links between nodes differ, a calibration does not change them: see `calibration_of`.
     without = _CALIBRATED if inputs.inter_link is not None else _CALIBRATED | {"--link"}
@@ -71,5 +71,5 @@ def _schedule(inputs: Inputs) -> str | None:
 
 
 def may_choose_chunks(policy: ScheduleName) -> bool:
-    """Return True if a schedule that `--schedule policy` allows can have several chunks per device."""
+    """Return True if a plan for `--schedule policy` can have several chunks per device."""
     return policy != GIVEN and any(schedule.is_chunked for schedule in allowed_schedules(policy))

@@ -117,7 +117,7 @@ def judge_again_from_profile(plan: Plan, profile: Profile, place: str) -> Verdic
         The verdict, with the recomputed plan.
 
     Raises:
-        StaleError: The plan was made from another profile, or the profile has changed since then.
+        StaleError: The profile differs from the one that the plan was made from.
     """
     verdict = judge(plan, profile, profile_digest=files.digest_of(profile))
     for finding in verdict.findings:

@@ -35,7 +35,7 @@ def listed_schedule_of(schedule: File) -> ListedSchedule | None:
 
 
 def with_order_counts(options: SolverOptions, schedule: ListedSchedule, profile: Profile) -> SolverOptions:
-    """Return the options with the numbers of devices, micro-batches and chunks of a schedule from a file.
+    """Return `options` with the numbers of devices, micro-batches and chunks of `schedule`.
 
     Raises:
         UsageError: An option contradicts the schedule, or the schedule needs more layers, devices or samples.

@@ -237,7 +237,7 @@ def faster_plan_with_replicas(profile: Profile, plan: Plan, options: SolveOption
 
 
 def with_schedule_alternatives(profile: Profile, plan: Plan, options: SolveOptions) -> Plan:
-    """Return `plan` with a list of good plans, one for each schedule that `options` allow, from short searches.
+    """Return `plan` with its field `schedules`: a good plan for each schedule, found by a short search.
 
     Args:
         profile: The profile.
@@ -287,7 +287,7 @@ def sweep(profile: AnyProfile, options: SweepOptions) -> Sweep:
     if output is not None:
         files.check_writable(str(Path(output, "1x1GB.yaml")))
     place = profile_reference(source, NOWHERE if output is None else str(Path(output, "plan.yaml")))
-    request = request_of(source.profile, place, _of_largest(options, max(counts), nodes))
+    request = request_of(source.profile, place, _options_of_largest_cluster(options, max(counts), nodes))
     if options.batch is None:
         options.note(default_batch_note(source.profile, request.inputs.batch))
     limits = request.inputs.memory_bytes[:1] if options.mem is None else texts.parse_sizes_bytes("--mem", options.mem)
@@ -318,11 +318,8 @@ def _sizes(options: SweepOptions) -> tuple[tuple[int, ...], str | None]:
     return tuple(count * each for count, each in clusters), f"{largest[0]}x{largest[1]}"
 
 
-def _of_largest(options: SweepOptions, devices: int, nodes: str | None) -> SolverOptions:
-    """Return the options of `solve` for the largest cluster.
-
-    Headroom is 0 here, because it is subtracted from each limit later.
-    """
+def _options_of_largest_cluster(options: SweepOptions, devices: int, nodes: str | None) -> SolverOptions:
+    # The headroom is 0, because `sweep_of` subtracts it from each memory limit.
     shared = {of.name for of in fields(SweepOptions)} & {of.name for of in fields(SolverOptions)}
     same = {name: getattr(options, name) for name in shared - {"devices", "nodes", "mem", "headroom"}}
     mem = None if options.mem is None else max(texts.parse_sizes_bytes("--mem", options.mem))

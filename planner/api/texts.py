@@ -1,6 +1,6 @@
 """Parsing of options, given as text on the command line or as Python values.
 
-Each function takes both forms, and raises a `UsageError` that names the option for anything else.
+Each function takes both forms, and raises `UsageError` for invalid values.
 """
 
 import os
@@ -254,7 +254,7 @@ def parse_large_count(option: str, value: str | int | None) -> int:
 
 
 def parse_price(option: str, value: str | float | None) -> float:
-    """Return the price of a GPU-hour, in any currency; 0 if `value` is None, because no price was given."""
+    """Return the price of a GPU-hour, in any currency; 0 for None."""
     if value is None:
         return 0.0
     try:

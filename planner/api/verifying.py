@@ -83,7 +83,7 @@ def verify(plan: File | Plan, options: VerifyOptions) -> Verification:
 
     Raises:
         MissingPackageError: torch or a package for training is not installed.
-        StaleError: The plan was made from another profile, or the profile has changed since then.
+        StaleError: The profile differs from the one that the plan was made from.
         UsageError: The executor cannot run the plan, an option is wrong, or the run belongs to another plan.
         MeasurementError: The run failed, or cannot be compared with the plan.
         FileError: A file cannot be read or written.
@@ -170,11 +170,7 @@ def _loaded(profile: Profile, folder: str) -> "LoadedModel":
 
 
 def _other_losses(plan: Plan, loaded: "LoadedModel", report: RunReport) -> tuple[str, ...]:
-    """Return messages about differences between the losses of train.py and of a plain training loop.
-
-    The plain loop trains the unpartitioned model for the first steps. Without differences, the result is empty. It is
-    also empty for a run on a GPU, for a model with `train_batches`, and if the plain loop fails or is too slow.
-    """
+    """Return messages about differences between the losses of train.py and of a plain training loop."""
     from planner.executor import reference_losses  # noqa: PLC0415 - torch
 
     if report.device.kind != "cpu" or loaded.train_batches is not None:

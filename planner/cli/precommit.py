@@ -1,8 +1,8 @@
 """Pre-commit hook: `gpipe-plan check` for every committed plan.
 
 pre-commit runs `python -I -m planner.cli.precommit ARGS FILES`; its `args` are options of `check`. `-I` prevents
-imports from the working directory, which contains the files of the commit. For a profile, all plans in its folder are
-checked.
+imports from the working directory, which contains the files of the commit. For a committed profile, all plans in the
+same folder are checked.
 """
 
 import argparse

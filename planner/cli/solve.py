@@ -140,10 +140,7 @@ class _BestPlanLine:
         self._show, self._step_us, self._text, self._shown_s = show, inf, "no plan found yet", time.monotonic()
 
     def repeating(self, is_stopped: Callable[[], bool]) -> Callable[[], bool]:
-        """Return a function that returns `is_stopped()`, and shows the line of the best plan again once a second.
-
-        A search calls the returned function often, even while it finds no faster plan.
-        """
+        """Return a function that returns `is_stopped()`, and shows the line again once a second."""
 
         def repeated() -> bool:
             if time.monotonic() - self._shown_s >= 1:

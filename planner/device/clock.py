@@ -22,10 +22,10 @@ class Clock(Protocol):
         """Run `work` and return its run time on the device, in microseconds."""
 
     def restart(self) -> None:
-        """Set the start of the measured time to now. `work` calls this method after its preparations."""
+        """Begin the measured time now, so that earlier preparations do not count."""
 
     def stop(self) -> None:
-        """Set the end of the measured time to now. `work` calls this method before its cleanup."""
+        """End the measured time now, so that later cleanup does not count."""
 
 
 class CpuClock:

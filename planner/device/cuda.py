@@ -1,10 +1,8 @@
 """CUDA GPUs as devices: times come from CUDA events, memory from the statistics of torch's caching allocator.
 
-Some memory of a GPU is not available for tensors: CUDA's context, loaded kernels, and workspaces of libraries. The
-allocator's statistics do not include this memory, and neither do the predictions for stages. It is therefore measured
-once and stored as the device's reserve. The measurement first runs operators that nearly every model uses, because
-libraries allocate memory on first use: matrix products (cuBLAS) and convolutions (cuDNN), forward and backward, in
-float32 and half precision.
+Some memory of a GPU is not available for tensors: CUDA's context, loaded kernels, and workspaces of libraries. This
+memory is measured once and stored as the device's reserve. The measurement first runs matrix products (cuBLAS) and
+convolutions (cuDNN), because libraries allocate memory on first use.
 """
 
 import time
@@ -109,8 +107,7 @@ class Cuda(DeviceKind):
     def reserve_bytes(self) -> int:
         """Measure the GPU memory that is not available for tensors, in bytes.
 
-        It is the memory in use outside torch's allocator, by any program, and the memory that libraries keep allocated
-        in torch's allocator (the workspace of cuBLAS).
+        This memory includes memory of other programs, and the workspace of cuBLAS.
         """
         before_bytes = torch.cuda.memory_allocated(self.device)
         for dtype in (torch.float32, torch.float16):

@@ -101,7 +101,7 @@ class DeviceKind(ABC):
 
     @abstractmethod
     def clock(self, threads: int) -> Clock:
-        """Return a clock for functions that use `threads` threads of the host."""
+        """Return a clock to measure functions that run on `threads` threads of the host."""
 
     @abstractmethod
     def meter(self) -> MemoryMeter:
@@ -125,7 +125,7 @@ class DeviceKind(ABC):
 
     @abstractmethod
     def moment_with_host_time(self) -> tuple[Moment, int]:
-        """Return the current time on the device's clock and in nanoseconds of the host's `time.perf_counter_ns`.
+        """Return the current time on the device's clock, and the host's `time.perf_counter_ns` at the same time.
 
         The device must be idle.
         """

@@ -1,9 +1,7 @@
 """Meters that measure the memory of a function: the interface, and the meter for CPUs.
 
-The meter for CPUs uses torch's profiler, which records the size of every allocation and release. The record includes
-temporary tensors inside operators, which dispatch modes do not see. The meter uses the profiler's older interface,
-because the newer one starts Kineto, which takes time and prints messages. The resident set size is no measure of a
-function's memory, because the C allocator keeps freed memory.
+The meter for CPUs uses torch's profiler, which records the size of every allocation and release, also of temporary
+tensors inside operators. The resident set size would be wrong, because the C allocator keeps freed memory.
 """
 
 import gc
@@ -58,6 +56,7 @@ def recorded_allocations() -> Iterator[list[int]]:
     The yielded list is empty until the block ends.
     """
     sizes: list[int] = []
+    # The newer interface of the profiler starts Kineto, which takes time and prints messages.
     config = ProfilerConfig(
         ProfilerState.CPU, False, True, False, False, False, torch._C._profiler._ExperimentalConfig()
     )

@@ -1,4 +1,4 @@
-"""Input of all engine formats: the plan, and the profile's layers grouped into the plan's stages."""
+"""Plan with its layers grouped by stage, and functions that several emitters share."""
 
 import json
 import re
@@ -53,9 +53,9 @@ class PlanLayout:
     sequence_parallel: bool = False
     """True if tensor parallelism also divides activations along the sequence (sequence parallelism)."""
     recompute_attention: bool = False
-    """True if backward recomputes attention, and nothing else."""
+    """True if the backward recomputes only attention."""
     formula: str = ""
-    """Name of the formula that the profile was computed from; empty for the profile of a model."""
+    """Name of the formula that computed the profile; empty for the profile of a model."""
 
     @classmethod
     def of(cls, plan: Plan, profile: Profile) -> "PlanLayout":
@@ -114,7 +114,7 @@ class PlanLayout:
         """Return the module paths of each stage.
 
         Raises:
-            UsageError: A layer is a part of a module, or comes from a formula, and therefore has no module path.
+            UsageError: A layer has no module path.
         """
         self.refuse_formula(engine)
         for layer in self.layers:
@@ -129,8 +129,7 @@ class PlanLayout:
         """Return the module paths of each stage, for engines that run modules in sequence.
 
         Raises:
-            UsageError: The model is not a sequence of modules, because a layer is a part of a module or has several
-                modules.
+            UsageError: A layer has no module path, or has several modules.
         """
         for layer in self.layers:
             if len(module_paths_of(layer)) > 1:
@@ -162,10 +161,9 @@ class PlanLayout:
         return None if num_layers == len(names) else f"`--together {first},{second}`"
 
     def refuse_formula(self, engine: str, *, block_kind: str = "") -> None:
-        """Raise UsageError if the profile is from a formula, and the engine has no model with the formula's blocks.
+        """Raise UsageError if a formula computed the profile, and the engine has no model with the same blocks.
 
-        `block_kind` is the kind of block in the engine's own model (`block`, `encoder` or `decoder`). It is empty if
-        the engine has no model of its own.
+        `block_kind` is the kind of block in the engine's model: `block`, `encoder` or `decoder`; empty without a model.
         """
         kinds = {match["kind"] for layer in self.layers if (match := _BLOCK.fullmatch(layer.name))}
         if self.formula and kinds - {block_kind}:
@@ -215,7 +213,7 @@ class PlanLayout:
         return [f"{text} (planned: {planned})"]
 
     def assumption_notes(self, *, sequence: str = "", experts: str = "", attention: str = "") -> list[str]:
-        """Return a note for each engine option that must be set so that the predicted memory is right.
+        """Return a note for each engine option that the predicted memory assumes.
 
         Args:
             sequence: Option for sequence parallelism; empty if the engine needs none.
@@ -268,7 +266,7 @@ def paths_above(path: str) -> list[str]:
 def signed_text(
     layout: PlanLayout, body: str, *, engine: str, option: str, notes: Sequence[str], docstring: str = ""
 ) -> str:
-    """Return the signed text of an engine's file, in a language whose comments begin with `#`.
+    """Return the text of an engine's file: comments that begin with `#`, then `body`, then a digest to detect edits.
 
     Args:
         layout: Plan with the layers of each stage.
@@ -276,7 +274,7 @@ def signed_text(
         engine: Name of the engine, as shown to people.
         option: Name of the engine as a value of `emit --format`.
         notes: Remarks about parts of the plan that are not in the file.
-        docstring: Comment about the use of the file.
+        docstring: Further comment, about the use of the file.
     """
     plan = layout.plan
     lines = [

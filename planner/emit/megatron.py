@@ -33,8 +33,8 @@ def emit_megatron(layout: PlanLayout) -> EngineFile:
     """Return a shell file that defines an array with Megatron's options.
 
     Raises:
-        UsageError: The layers are not an embedding, blocks and a head; a cut is inside an embedding, a block or a head;
-            or layers of multi-token prediction are in several stages.
+        UsageError: The layers are not an embedding, blocks and a head, or a cut is inside one of them. Also raised if
+            layers of multi-token prediction are in several stages.
     """
     layout.refuse_formula(_NAME, block_kind="block")
     plan = layout.plan
@@ -173,20 +173,14 @@ def _check_one_mtp_stage(layout: PlanLayout, letters: Sequence[Sequence[str]]) -
 
 
 def _block_numbers(layers: Sequence[LayerProfile]) -> list[int | None]:
-    """Return the number in the name of each layer of the largest group, such as 3 for `h.3`; None for other layers.
-
-    The names of a group have the same text before the number. The result is empty if no group has two or more layers.
-    """
+    # The blocks are the largest group of layers with equal text before a number, such as `h.0`, `h.1` and `h.2`.
     matches = [None if _MTP.search(layer.name) else _NUMBERED.fullmatch(layer.name) for layer in layers]
     stem = _most_common(match["stem"] for match in matches if match)
     return [int(match["number"]) if match and match["stem"] == stem else None for match in matches] if stem else []
 
 
 def _indices_of_equal_layers(layers: Sequence[LayerProfile]) -> list[int | None]:
-    """Return the index of each layer that belongs to the largest group of equal layers; None for other layers.
-
-    Layers are equal if they run the same operators on the same shapes. The list is empty if no two layers are equal.
-    """
+    # Layers with equal digests run the same operators on the same shapes. The blocks are the largest group of them.
     digests = ["" if _MTP.search(layer.name) else layer.digest for layer in layers]
     commonest = _most_common(filter(None, digests))
     return [n if digest == commonest else None for n, digest in enumerate(digests)] if commonest else []

@@ -53,9 +53,9 @@ class NativeFiles:
     use: str
     """Command that runs the script."""
     smaller: Mapping[str, str] = field(default_factory=dict)
-    """Texts of the balance configurations for fewer processes, by name of the file next to `balance.yaml`."""
+    """Text of each balance configuration for fewer processes, by file name."""
     plans: tuple[Balance, ...]
-    """Balance configurations of `balance` and `smaller`, most processes first."""
+    """All balance configurations, most processes first."""
     launch: EngineFile | None = None
     """Launcher that starts the script on a cluster, if requested."""
 
@@ -67,7 +67,7 @@ class NativeFiles:
     def write(self, folder: str, *, force: bool = False) -> bool:
         """Write all files to `folder`, and return True if the script was written.
 
-        An edited script is not overwritten without `force`, because it also runs the new `balance.yaml`.
+        Without `force`, an edited script is not overwritten.
 
         Raises:
             FileError: A balance configuration or the launcher was edited, the existing script was not written by
@@ -109,13 +109,12 @@ def emit_native(
         folder: Folder for the emitted files.
         profile_folder: Folder of the profile. The model's path in the profile is relative to this folder.
         smaller: Plans for fewer processes. The script uses the plan for the number of started processes.
-        input_paths: Paths of plans and profile. If a run deviates from its plan, the script prints commands that plan
-            again from these files.
+        input_paths: Paths of plans and profile, for commands that the script prints.
         repeat_options: Function that returns the `solve` options of these commands.
 
     Raises:
         UsageError: A plan does not match the profile, or has tensor parallelism or a sharded optimizer. Also raised if
-            the profile names no model, or a plan in `smaller` has another mini-batch or not fewer processes.
+            the profile names no model, or a plan in `smaller` has another mini-batch or too many processes.
     """
     refuse_tensor_parallel_or_sharded("native", plan)
     layout = PlanLayout.of(plan, profile)
@@ -197,7 +196,7 @@ def emit_from_template(
         script: Path of the script.
         use: Command that runs the script.
         notes: Remarks about the files.
-        smaller: Numbers of processes of the smaller plans.
+        smaller: Number of processes of each plan for fewer processes.
         planned: Predictions that a run compares with its measurements.
         **more: Values of the template's other placeholders.
 
@@ -328,7 +327,7 @@ def _fewer_processes_paragraph(balance: Balance) -> str:
 def stage_lines(plan: Plan) -> str:
     """Return a text with one line for each stage of the plan, for a docstring.
 
-    If a device has several stages, lines for the devices come first, because stages share the memory of their device.
+    If a device has several stages, lines for the devices come first.
     """
     stages = [
         f"stage {s.index}: {pluralize(s.layers, 'layer')}, {escape_for_docstring(s.first)} to "

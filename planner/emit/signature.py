@@ -1,4 +1,4 @@
-"""Signatures of emitted files: digests that show if a user has edited a file, which `emit` then does not overwrite."""
+"""Signatures of emitted files: digests that show if a user has edited a file."""
 
 import hashlib
 from pathlib import Path
@@ -24,7 +24,7 @@ def is_edited(path: Path) -> bool:
 
 
 def is_script_with_balance(path: Path) -> bool:
-    """Return True if `emit` wrote the file (a user may have edited it since), and its text names `balance.yaml`."""
+    """Return True if `emit` wrote the file and its text names `balance.yaml`, even if a user has edited the file."""
     text = _text(path)
     return text is not None and _SIGNATURE in text and "balance.yaml" in text
 
@@ -36,12 +36,10 @@ def refuse_edited(path: Path, *, hint: str = "keep it, or pass `--force`") -> No
 
 
 def refuse_overwrite(path: Path, text: str) -> None:
-    """Raise FileError if writing `text` would overwrite an edited file.
-
-    If `text` has no signature, an existing file with other content counts as edited.
-    """
+    """Raise FileError if writing `text` would overwrite a file that a user has edited."""
     if _SIGNATURE in text:
         refuse_edited(path)
+    # Without a signature, any difference may be an edit.
     elif _text(path) not in (None, text):
         raise FileError("exists with other content", path=str(path), hint="keep it, or pass `--force`")
 

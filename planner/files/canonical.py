@@ -18,8 +18,8 @@ _SPARE = frozenset({BoundaryTensor, MemoryDetail, ProgramMemory, Proof, SplitMem
 def to_plain(value: Any) -> Any:
     """Convert a dataclass, with all values in it, to plain dicts and lists.
 
-    A field that has a default is left out if its value is None or an empty text, list or mapping. Fields marked
-    `LEFT_OUT`, and all fields of the classes in `_SPARE`, are left out whenever their value is the default.
+    Fields with a default are left out if they are None or empty. Fields marked `LEFT_OUT` are left out if they have
+    their default.
     """
     kind = type(value)
     if kind in _ATOMS:
@@ -39,10 +39,7 @@ _ATOMS = frozenset({int, float, str, bool, type(None)})
 
 @cache
 def _fields_of(kind: type) -> tuple[tuple[str, Callable[[Any], bool] | None], ...]:
-    """Return the name of each field of a dataclass, with a function that is True for values to leave out.
-
-    The result is cached, because a profile has a hundred thousand fields.
-    """
+    # Cached, because a profile has a hundred thousand fields. The functions return True for values to leave out.
     return tuple((field.name, _left_out(field, kind)) for field in fields(kind))
 
 

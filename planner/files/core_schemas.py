@@ -1,8 +1,7 @@
 """Build pydantic-core schemas of dataclasses from the types of their fields.
 
-Pydantic's own generator builds equal schemas (`tests/unit/files/test_core_schemas.py` compares them). But importing the
-generator and running it for a plan takes longer than all other work of `gpipe-plan check`. The dataclasses of files
-need only a few types: numbers, texts, closed sets of texts, tuples and mappings of these, and dataclasses.
+Pydantic's own generator builds equal schemas (`tests/unit/files/test_core_schemas.py` compares them), but is slow. The
+dataclasses of files need only a few types: numbers, texts, literals, tuples, mappings, and dataclasses.
 """
 
 import builtins

@@ -1,7 +1,6 @@
 """Kinds of files, such as `plan` and `profile`: the word in the middle of a file's `schema` key.
 
-The class of a kind is imported when it is first needed. Most commands read only a plan and its profile, and defining
-the classes of all kinds takes longer than reading these two files.
+The class of a kind is imported when it is first needed, because importing all classes is slow.
 """
 
 from collections.abc import Mapping

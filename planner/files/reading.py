@@ -39,7 +39,7 @@ def read(path: str, wanted: str | None = None, text: str | None = None) -> "Valu
         text: Content of the file if the caller has already read it; `path` is then used only in messages.
 
     Raises:
-        FileError: The file is missing, unreadable, invalid or of another kind; the error names line and key if known.
+        FileError: The file is missing, unreadable, invalid or of another kind.
     """
     made_by = _made_by(path, wanted)
     try:
@@ -90,8 +90,7 @@ def read_schedule(path: str) -> ListedSchedule:
     Stages must be placed on devices in a loop or a V.
 
     Raises:
-        FileError: The file cannot be read, a cell is not an action, or the action orders are invalid. The error names
-            the row (from 1) and the column, or the device (from 0) and the action.
+        FileError: The file cannot be read, a cell is not an action, or the action orders are invalid.
     """
     text = read_text(path, "gpipe-plan emit --format csv")
     try:
@@ -111,7 +110,7 @@ def read_schedule(path: str) -> ListedSchedule:
 
 
 def stage_lines(path: str) -> tuple[int, ...]:
-    """Return the line number of each stage in a plan's file; empty for a pipe."""
+    """Return the line number of each stage in a plan's file; empty if the file cannot be read twice."""
     if not can_be_read_again(path):
         return ()
     document = Document.parse(path, read_text(path, _made_by(path, "plan")))
@@ -119,7 +118,7 @@ def stage_lines(path: str) -> tuple[int, ...]:
 
 
 def can_be_read_again(path: str) -> bool:
-    """Return True if a file can be read twice, which a pipe cannot."""
+    """Return True if `path` can be read twice; False for standard input and pipes."""
     try:
         return path != "-" and (Path(path).is_file() or not Path(path).exists())
     except OSError:  # an invalid path is reported when the file is opened

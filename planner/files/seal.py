@@ -1,6 +1,6 @@
-"""Seal of a plan: a digest that shows if the plan is as `solve` of this version of the tool returned it.
+"""Seal of a plan: a digest that shows if the plan was changed after this version of the tool returned it.
 
-`check` need not solve the request of a sealed plan again. The seal is no signature: who edits a plan can compute it.
+`check` does not solve the request of a sealed plan again. A seal does not protect against forgery.
 """
 
 from dataclasses import replace
@@ -18,7 +18,7 @@ def with_seal(plan: Plan) -> Plan:
 
 
 def has_valid_seal(plan: Plan) -> bool:
-    """Return True if the plan has a seal, was made by this version of the tool, and was not changed since."""
+    """Return True if this version of the tool sealed the plan, and the plan was not changed afterwards."""
     return plan.generator == THIS_TOOL and plan.seal == _seal(plan)
 
 

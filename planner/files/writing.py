@@ -58,7 +58,7 @@ def dump(value: Any, *, as_json: bool = False, header: str = "") -> str:
     """Return a file's text for `value`: JSON, or YAML with a line per layer and per stage.
 
     Args:
-        value: Dataclass of a kind of file, or a plain mapping.
+        value: Content of the file, such as a `Plan`; or a plain mapping.
         as_json: True to return JSON instead of YAML.
         header: Comment lines for the top of a YAML file.
     """
@@ -104,7 +104,7 @@ _UNROUNDED = ("inputs", "device", "settings", "proof")
 
 
 def rounded(value: Any) -> Any:
-    """Return a plain value with all fractions rounded as in a file."""
+    """Return nested lists and mappings with floats rounded as in files."""
     if isinstance(value, dict):
         return {key: item if key in _UNROUNDED else _round_to(item, _digits(key)) for key, item in value.items()}
     return [rounded(item) for item in value] if isinstance(value, list) else value
@@ -127,7 +127,7 @@ def write(path: str, value: Any, *, header: str = "") -> None:
 
     Args:
         path: Path of the file; `-` is standard output.
-        value: Dataclass of a kind of file, or a plain mapping.
+        value: Content of the file, such as a `Plan`; or a plain mapping.
         header: Comment lines for the top of a YAML file.
 
     Raises:

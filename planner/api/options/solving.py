@@ -205,7 +205,7 @@ _RECORDED: Final = {n: of.recorded for n, of in _SOLVER_OPTIONS.items() if of is
 
 
 def recorded_values(options: SolverOptions) -> dict[str, Any]:
-    """Return the values of those fields of `Inputs` that depend on a single option, by name of the field.
+    """Return the values of options that a plan records, by name of the field in `Inputs`.
 
     Raises:
         UsageError: The value of an option is invalid.
@@ -214,10 +214,7 @@ def recorded_values(options: SolverOptions) -> dict[str, Any]:
 
 
 def recorded_texts(inputs: Inputs) -> tuple[tuple[str, str], ...]:
-    """Return options such as `("--replicas", "2")` for the fields of `inputs` that depend on a single option.
-
-    Options that have their default are left out.
-    """
+    """Return options that a plan records, such as `("--replicas", "2")`, without options that have their default."""
     defaults = {field.name: field.default for field in fields(Inputs)}
     values = {name: getattr(inputs, name) for name in _RECORDED}
     return tuple(

@@ -2,7 +2,7 @@
 
 The job uses Trainer's `torch-distributed` runtime. The runtime's torch plugin sets the environment variables of
 `torchrun`: the number of nodes, the node's index, and the address of the first node. The job needs Trainer 2.2 or
-later, because it adds volumes to its pods in the field `runtimePatches`. In earlier releases, it has another name.
+later, because earlier releases lack the field `runtimePatches`.
 """
 
 import json

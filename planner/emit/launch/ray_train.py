@@ -1,7 +1,7 @@
 """Launcher for Ray: a script for Ray Train V2 (docs.ray.io, "Ray Train"), whose `TorchTrainer` starts the processes.
 
 Ray also creates the process group, and numbers ranks node by node. The script chooses the number of processes at every
-start. Ray's own elastic mode accepts any number in a range, but most numbers have no plan.
+start. It does not use Ray's elastic mode, because most numbers of processes have no plan.
 """
 
 from typing import Final

@@ -1,8 +1,8 @@
 """Launcher for SLURM: a batch script for `sbatch` (slurm.schedmd.com/sbatch.html), version 22.05 or later.
 
 SLURM reads directives up to the first line that is not a comment, and does not expand variables in directives. Since
-22.05, `srun` needs the number of cores per task. The script passes the tasks per node to `srun`, not in a directive.
-With such a directive and a range such as `--nodes=2-4`, SLURM always allocated the fewest nodes (seen with 22.05.8).
+22.05, `srun` needs the number of cores per task. The script passes the tasks per node to `srun`. With a directive for
+the tasks per node, SLURM 22.05.8 always allocated the fewest nodes of a range such as `--nodes=2-4`.
 """
 
 from typing import Final

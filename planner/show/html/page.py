@@ -141,10 +141,7 @@ def _of_cluster(plan: Plan, certainty: Certainty | None) -> list[_Figure]:
 
 
 def _marked(figures: Sequence[_Figure], how: str) -> list[_Figure]:
-    """Add `how`, the origin of the profile's values, to the remark under each key figure, unless it is `measured`.
-
-    Every figure gets the word, because readers may copy a single figure.
-    """
+    # Every figure gets a remark about the origin of the profile, because readers may copy a single figure.
     if how == "measured":
         return list(figures)
     return [(name, value, f"{how}; {remark}" if remark else how) for name, value, remark in figures]

@@ -115,11 +115,7 @@ def timeline_data(plan: Plan, step: StepTimeline) -> str:
 
 
 def _append(row: list[int], span: Span, step: StepTimeline, before: int) -> int:
-    """Append a span to the data of its row and return its start, in tenths of a microsecond.
-
-    A span is four numbers: kind and chunk as one number, micro-batch, start minus `before` (the previous span's start),
-    and duration.
-    """
+    # A span is four numbers: kind and chunk, micro-batch, time since the start of the previous span, and duration.
     start, end = round(span.start_us * 10), round(span.end_us * 10)
     code = _KINDS.index(span.kind) + len(_KINDS) * (span.stage // step.num_devices)
     row += (code, span.micro_batch, start - before, end - start)

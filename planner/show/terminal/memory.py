@@ -48,7 +48,7 @@ _LEVELS = "▁▂▃▄▅▆▇█"
 
 
 def memory_renderables(devices: Sequence[Sequence[Stage]], style: Style, *, gpus: int = 1) -> list[RenderableType]:
-    """Return a title, a bar per device, stacked by component with a mark at the memory limit, and a legend.
+    """Return a title, a stacked bar of memory components per device, and a legend.
 
     Bars are scaled to the largest limit; or to the largest peak, if it is below a quarter of that limit.
 

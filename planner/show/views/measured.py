@@ -34,7 +34,7 @@ def figure_label(row: ComparedFigure, place: str) -> str:
 
     Args:
         row: The figure.
-        place: `stage` or `device`: what a memory peak belongs to. Labels of other figures do not use it.
+        place: `stage` or `device`, for the label of a memory peak.
     """
     label = _LABELS[row.what] + (f" {place}" if row.what == "peak_bytes" else "")
     return label if row.index is None else f"{label} {row.index}"
