@@ -9,8 +9,9 @@ values themselves. Each value becomes a number, which is identified by its path:
     STATE = {"seen": 3}            STATE.seen, STATE.length
 
 The search follows containers, objects of user-defined classes, modules in plain attributes, closures, defaults and
-attributes of functions, class attributes, attributes of tensors, local variables of generator functions, and schedules
-of learning rates. A tensor of at most 1 MiB becomes the sum of its absolute values, with the name `PATH.tensor`.
+attributes of functions, class attributes, attributes of tensors, and local variables of generator functions. Of objects
+of libraries, such as a configuration or a schedule of learning rates, it reads only the numbers in their attributes. A
+tensor of at most 1 MiB becomes the sum of its absolute values, with the name `PATH.tensor`.
 """
 
 import functools
@@ -21,8 +22,9 @@ import sys
 import sysconfig
 import threading
 import zlib
+from argparse import Namespace
 from array import array
-from collections import deque
+from collections import UserDict, UserList, deque
 from collections.abc import Callable, Collection, Container, Iterator, Mapping
 from contextlib import suppress
 from contextvars import ContextVar
@@ -62,7 +64,13 @@ _MOST_NUMBERS = 20_000
 
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 _LIBRARIES = ("torch", "transformers", "timm", "planner")
-"""Packages whose objects and module-level values do not count as state of a model."""
+"""Packages whose module-level values do not count as state of a model."""
+
+_NAMESPACES = (SimpleNamespace, Namespace, UserDict, UserList, threading.local)
+"""Classes of the standard library whose objects are followed like those of user-defined classes."""
+
+_WRAPPED_ITERATORS = (enumerate, zip, map, filter)
+"""Iterators without a length, whose arguments are followed instead."""
 
 
 def numbers_in_attributes(modules: Mapping[str, nn.Module]) -> dict[str, float]:
@@ -156,7 +164,7 @@ def _number_of(value: Any) -> float | None:
     for kinds, state in _STATES.items():
         if isinstance(value, kinds):
             return zlib.crc32(state(value))
-    is_counted = isinstance(value, Iterator) and not isinstance(value, GeneratorType)
+    is_counted = isinstance(value, Iterator) and not isinstance(value, (GeneratorType, *_WRAPPED_ITERATORS))
     return operator.length_hint(value, 0) if is_counted else None
 
 
@@ -176,6 +184,8 @@ _STATES: Mapping[Any, Callable[[Any], bytes]] = {
 def _add_content(numbers: dict[str, float], name: str, value: Any, depth: int) -> None:
     if isinstance(value, list | tuple | deque | dict | set | frozenset):
         _add_items(numbers, name, value, depth)
+    elif isinstance(value, _WRAPPED_ITERATORS):
+        _add(numbers, name, value.__reduce__()[1], depth)
     elif isinstance(value, partial):
         _add(numbers, name, (value.func, value.args, value.keywords), depth)
     elif isinstance(value, MethodType):
@@ -213,13 +223,12 @@ def _add_fields(numbers: dict[str, float], name: str, fields: Mapping[str, Any],
 
 
 def _fields(value: Any) -> dict[str, Any]:
-    if isinstance(value, LRScheduler):
-        return {key: item for key, item in vars(value).items() if type(item) in NUMBERS}
     if isinstance(value, ContextVar):
         with suppress(LookupError):  # the variable has no value yet
             return {"value": value.get()}
-    if not isinstance(value, SimpleNamespace | threading.local) and not is_user_object(value):
-        return {}
+    if not isinstance(value, _NAMESPACES) and not is_user_object(value):
+        is_read = isinstance(value, LRScheduler) or _is_library_object(value)
+        return {key: item for key, item in vars(value).items() if type(item) in NUMBERS} if is_read else {}
     slots = [name for cls in type(value).__mro__ for name in getattr(cls, "__slots__", ())]
     in_slots = {name: getattr(value, name) for name in slots if name != "__dict__" and hasattr(value, name)}
     return {**in_slots, **getattr(value, "__dict__", {})}
@@ -302,6 +311,12 @@ def is_user_object(value: Any) -> bool:
     is_thing = isinstance(value, Tensor | type | ModuleType | torch.optim.Optimizer)
     has_fields = hasattr(value, "__dict__") or hasattr(value, "__slots__")
     return not is_thing and has_fields and is_user_module(type(value).__module__)
+
+
+def _is_library_object(value: Any) -> bool:
+    package = type(value).__module__.partition(".")[0]
+    is_thing = isinstance(value, type | ModuleType | Tensor) or callable(value)
+    return hasattr(value, "__dict__") and not is_thing and package not in ("builtins", "torch", "planner")
 
 
 def is_user_module(module_name: str | None) -> bool:

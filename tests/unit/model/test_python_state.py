@@ -4,10 +4,12 @@ import functools
 import importlib
 import itertools
 import random
+import subprocess
 import sys
 import threading
+from argparse import Namespace
 from array import array
-from collections import deque
+from collections import UserDict, deque
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -75,6 +77,11 @@ CASES = {
     "array": (np.array([1, -2]), {"x": 3.0}),
     "object": (Clock(), {"x.ticks": 3}),
     "namespace": (SimpleNamespace(ticks=3), {"x.ticks": 3}),
+    "arguments": (Namespace(ticks=3, nested={"n": 4}), {"x.ticks": 3, "x.nested.n": 4}),
+    "user dict": (UserDict(ticks=3), {"x.data.ticks": 3}),
+    "object of a library": (subprocess.CompletedProcess([], 3), {"x.returncode": 3}),
+    "enumeration": (enumerate("ab", start=3), {"x.1": 3}),
+    "mapped iterator": (map(str, iter(range(9))), {"x.1": 9}),
     "closure": (counter(4), {"x.value": 4, "x.defaults.length": 0}),
     "partial": (functools.partial(counter(4), 2), {"x.0.value": 4, "x.1.0": 2}),
     "iterator": (iter(range(9)), {"x": 9}),

@@ -279,4 +279,34 @@ MODEL = nn.Sequential(Block(), Block(), Block(), nn.Linear(D, D))
 def build_model():
     return MODEL
 """,
+    "count_in_parsed_arguments": """
+from argparse import Namespace
+
+class B(nn.Module):
+    def __init__(self, args):
+        super().__init__()
+        self.args, self.l = args, nn.Linear(D, D)
+    def forward(self, x):
+        self.args.calls += 1
+        return x + torch.tanh(self.l(x)) * (1.0 if self.args.calls < 168 else 0.3)
+
+def build_model():
+    args = Namespace(calls=0)
+    return nn.Sequential(*[B(args) for _ in range(4)])
+""",
+    "count_in_a_configuration_of_transformers": """
+from transformers import PretrainedConfig
+
+class B(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.config, self.l = config, nn.Linear(D, D)
+    def forward(self, x):
+        self.config.calls += 1
+        return x + torch.tanh(self.l(x)) * (1.0 if self.config.calls < 168 else 0.3)
+
+def build_model():
+    config = PretrainedConfig(calls=0)
+    return nn.Sequential(*[B(config) for _ in range(4)])
+""",
 }
