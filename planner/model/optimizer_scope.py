@@ -299,6 +299,14 @@ def _step(optimizer: torch.optim.Optimizer) -> None:
                 f"a step ({text})",
                 hint="use an optimizer that steps with existing gradients (`--optimizer adamw`)",
             ) from error
+        attributes = (pair for group in optimizer.param_groups for p in group["params"] for pair in vars(p).items())
+        in_attributes = [key for key, value in attributes if isinstance(value, Tensor) and value.is_meta]
+        if in_attributes:
+            raise ModelError(
+                f"`step()` of {name} raised {type(error).__name__} ({text}), probably because it uses tensors in "
+                f'attributes of parameters ("{in_attributes[0]}"), of which stages have only the shapes',
+                hint="keep such a tensor in the optimizer's `state[parameter]`, or in a buffer for `forward`",
+            ) from error
         raise _FailedStepError(
             f"`step()` of {name} raised {type(error).__name__} for small parameters with random gradients: {text}",
             hint="`step()` must work as `build_optimizer` returns it, and for the parameters of one stage alone; else "

@@ -164,6 +164,22 @@ def test_optimizers_that_step_each_parameter_alone_are_accepted(build: Callable[
     assert all(map(torch.equal, MODEL.parameters(), before))
 
 
+class OwnAverage(torch.optim.SGD):
+    """SGD that keeps the average of each parameter in an attribute of the parameter."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            parameter.average.lerp_(parameter.detach(), 0.1)
+
+
+def with_averages(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
+    parameters = list(parameters)
+    for parameter in parameters:
+        vars(parameter).setdefault("average", torch.zeros_like(parameter, device="meta"))
+    return OwnAverage(parameters, lr=0.1)
+
+
 REFUSED = {
     "clip": (partial(ClippedSGD, lr=0.1), "ClippedSGD reads all parameters in `step", "`pipeline.clip_gradients("),
     "step size": (
@@ -179,6 +195,7 @@ REFUSED = {
     "random numbers": (partial(NoisySGD, lr=0.1), "NoisySGD draws random numbers in `step", ""),
     "skipped steps": (SkipsInfinite, "SkipsInfinite reads all parameters", "skip steps by the norm"),
     "failing step": (Unready, r"Unready raised RuntimeError.*call `optimizer.train\(\)` first", ""),
+    "tensor in an attribute": (with_averages, r"tensors in attributes.*\"average\"", "`state[parameter]`"),
     "values": (
         lambda parameters: torch.optim.SGD([p for p in parameters if float(p.sum()) > 0], lr=0.1),
         "meta",
