@@ -43,7 +43,7 @@ def read_plan_for_comparison(against: File | Plan, place: str) -> tuple[Plan, bo
     """Read the plan with which `check --against` compares the checked plan.
 
     Args:
-        against: Value of `--against`: a plan, its file, or `git:REVISION`, the checked plan's file at a git revision.
+        against: A plan, its file, or `git:REVISION` for the checked plan's file at a git revision.
         place: Path of the checked plan.
 
     Returns:

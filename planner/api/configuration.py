@@ -32,7 +32,7 @@ class Configuration:
     content: Mapping[str, Any]
     """Settings of the model, or of the language model if the model is multi-modal."""
     part: str = ""
-    """Key of the language model's settings in the file of a multi-modal model, such as `text_config`; else ''."""
+    """Key of the language model's settings in the file of a multi-modal model, such as `text_config`; or empty."""
 
     @property
     def usual_sequence(self) -> int:
@@ -68,7 +68,7 @@ def configuration_of(model: Any, options: ProfileOptions) -> Configuration | Non
 
 
 def is_for_formula(configuration: Configuration, options: ProfileOptions) -> bool:
-    """Return True if a formula gives the configuration's profile, False if its model is built and profiled.
+    """Return True if a formula computes the profile. Otherwise, the model is built and measured.
 
     Raises:
         UsageError: `--from-formula never` is given with a preset.

@@ -1,4 +1,4 @@
-"""Profiles that a formula gives, without a model: from options or a Hugging Face configuration.
+"""Profiles that a formula computes from options or a Hugging Face configuration, without a model.
 
 torch is not imported. The formulas are in `planner.profile.formula`.
 """
@@ -79,7 +79,7 @@ _NEEDED: Final = ("layers", "hidden", "heads", "sequence", "vocabulary")
 
 
 def profile_by_formula(options: ProfileOptions, configuration: Configuration | None = None) -> Profile:
-    """Return the profile that a formula gives for a configuration, or for the sizes in the options.
+    """Return the profile that a formula computes for a configuration, or for the sizes in the options.
 
     Raises:
         UsageError: An option is wrong, missing, or only valid for a measured model.

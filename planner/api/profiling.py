@@ -37,12 +37,12 @@ def profile(model: File | Any | None, options: ProfileOptions) -> Profile:
     """Measure time and memory of every layer of a model, at several micro-batch sizes.
 
     On a CPU, two processes also measure the link between them, and the overhead of the bundled executor per action.
-    This is done once per machine, and the result is cached. With `output`, Ctrl-C stores all finished measurements in a
-    file next to `output`. The same call then continues from this file.
+    These two results are cached. With `output`, Ctrl-C stores all finished measurements in a file next to `output`. The
+    same call then continues from this file.
 
     Args:
-        model: `path/to/model.py[:ENTRY]`, a Hugging Face config.json or its folder, or an `nn.Module`, of which a copy
-            is measured. None with `from_formula` or `preset`; these do not import torch.
+        model: `path/to/model.py[:ENTRY]`, a Hugging Face config.json or its folder, or an `nn.Module`. None with
+            `from_formula` or `preset`.
         options: Options of `profile`.
 
     Returns:

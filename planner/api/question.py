@@ -19,8 +19,8 @@ _CALIBRATED: Final = frozenset({"--overhead", "--reserve"})
 def solve_command_options(inputs: Inputs, device: Device, *, without: Collection[str] = ()) -> tuple[str, ...]:
     """Return the options of `solve` that make a plan again, without options that have their default.
 
-    A plan does not record whether cuts, micro-batches or a time limit were given, so the result has no options for
-    them. A plan does not record file names either: the result has placeholders, such as `--links links.yaml`.
+    The result has no options for cuts, micro-batches and time limit, which a plan does not record. Names of files are
+    placeholders, such as `--links links.yaml`.
 
     Args:
         inputs: Inputs of the plan.

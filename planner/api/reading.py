@@ -27,7 +27,7 @@ class ProfileSource:
     profile: Profile
     path: str
     merged: tuple[str, ...] = ()
-    """Files from which the profile was merged, one per tensor-parallel size; the merged profile has no file yet."""
+    """Files of a merged profile, one per tensor-parallel size; empty without a merge."""
 
 
 AnyProfile = File | Profile | ProfileSource | Sequence[File]
@@ -142,7 +142,7 @@ def links_of(links: File | Sequence[Link] | None, **other_options: object) -> tu
 
     Args:
         links: Links, or a file of links.
-        **other_options: Values of other options that also define links, by option name; None for unset options.
+        **other_options: Other options that also define links, by name; None for unset options.
 
     Returns:
         One link per boundary.

@@ -117,7 +117,7 @@ def plan_paths(output: str, counts: Sequence[int]) -> tuple[str, ...]:
 
 
 def merged_path(output: str) -> str:
-    """Return the path, next to the plan `output`, for a profile that was merged from several files."""
+    """Return the path for a merged profile, next to the plan `output`."""
     path = Path(output)
     return str(path.with_name(f"{path.stem}-profile.yaml"))
 
@@ -210,7 +210,7 @@ def faster_plan_with_other_schedule(
         profile: The profile.
         plan: Plan to beat.
         options: Options that the plan was made with.
-        spent_s: Seconds of the time limit that the search for `plan` has taken.
+        spent_s: Seconds that the search for `plan` has taken.
     """
     from planner.solve.questions.faster import MOST_HINT_S, find_faster_schedule_plan  # noqa: PLC0415 - imports numpy
 
@@ -223,7 +223,7 @@ def faster_plan_with_other_schedule(
 
 
 def faster_plan_with_replicas(profile: Profile, plan: Plan, options: SolveOptions) -> Plan | None:
-    """Return a faster plan with replicas on devices that `plan` leaves idle, or None.
+    """Return a faster plan with replicas on devices that `plan` leaves idle; None if there is none.
 
     Args:
         profile: The profile.

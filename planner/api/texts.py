@@ -47,7 +47,7 @@ def parse_choice(option: str, text: str, choices: object) -> str:
         choices: A tuple of texts, or a literal type.
 
     Raises:
-        UsageError: It is not one of them.
+        UsageError: `text` is not one of `choices`.
     """
     allowed = choices if isinstance(choices, tuple) else get_args(choices)
     if text not in allowed:

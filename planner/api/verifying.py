@@ -71,15 +71,15 @@ def verify(plan: File | Plan, options: VerifyOptions) -> Verification:
     of the stages with the unpartitioned model. Predicted and measured peak memory of a device may differ by
     `tolerance_memory`, a share of the measured peak, plus 64 KiB.
 
-    With `run`, a finished run is compared. No process is started, torch is not needed, and the stages are not compared
-    with the unpartitioned model.
+    With `run`, `verify` reads the report of a finished run instead, without torch and without a comparison with the
+    unpartitioned model.
 
     Args:
         plan: A plan, or its file.
         options: Options of `verify`.
 
     Returns:
-        Predicted and measured values, and measured costs of this machine, which `solve --calibration` can use.
+        Predicted and measured values, and measured costs of this machine for `solve --calibration`.
 
     Raises:
         MissingPackageError: torch or a package for training is not installed.

@@ -25,8 +25,7 @@ _ASCII: Final = str.maketrans("·→±\u00d7…≤≥◀─├┼│░▒▓█
 def spell_in_ascii(error: UnicodeError) -> tuple[str, int]:
     """Replace characters that a stream cannot encode by similar ASCII characters or escapes.
 
-    This is an error handler for `codecs.register_error`. Characters of timelines and bars are replaced one by one, so
-    that columns stay aligned.
+    This is an error handler for `codecs.register_error`.
     """
     assert isinstance(error, UnicodeEncodeError)
     text = error.object[error.start : error.end].translate(_ASCII)

@@ -1,4 +1,4 @@
-"""Reading, drawing and writing for `gpipe-plan show`, whose options are in `planner.cli.show`."""
+"""Input and output of `gpipe-plan show`."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace

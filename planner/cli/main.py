@@ -81,7 +81,7 @@ def _options(
 def app_for(arguments: list[str]) -> typer.Typer:
     """Return the application with the commands that `arguments` need, because importing all commands is slow.
 
-    Without arguments, it has all commands: shells complete command lines this way.
+    Without arguments, the application has all commands, for completion by shells.
     """
     # Plain text: rich's boxes wrap messages, and color the help even in pipes on CI machines.
     app = typer.Typer(

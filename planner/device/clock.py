@@ -1,8 +1,4 @@
-"""Clocks that measure the run time of short functions: the interface, and the clock for CPUs.
-
-The clock for CPUs measures process time if functions use one thread, because other processes on the same core do not
-add to process time. It measures wall time if functions use several threads.
-"""
+"""Clocks that measure the run time of short functions: the interface, and the clock for CPUs."""
 
 import statistics
 import time
@@ -32,6 +28,7 @@ class CpuClock:
     """Clock for functions on the CPU: process time with one thread, wall time with several threads."""
 
     def __init__(self, threads: int) -> None:
+        # Other processes on the same core do not add to process time, which however adds up the threads.
         self._now_ns = time.process_time_ns if threads == 1 else time.perf_counter_ns
 
     def time_us(self, work: Callable[[], object]) -> float:

@@ -45,8 +45,8 @@ class PeakWatch(Protocol):
         """Stop recording, if `end` has not already done so.
 
         Returns:
-            Peak memory since `begin`, or since the creation of the object if `begin` was not called. None if `end` was
-            called, and always None on GPUs.
+            Peak memory since `begin`, or since the creation of the object if `begin` was not called. None after `end`,
+            and always on GPUs.
         """
 
 
@@ -109,7 +109,7 @@ class DeviceKind(ABC):
 
     @abstractmethod
     def peak_watch(self) -> PeakWatch:
-        """Return a recorder of this process's peak memory, which has begun to record."""
+        """Return a running recorder of this process's peak memory."""
 
     @abstractmethod
     def allocated_bytes(self) -> int | None:

@@ -52,7 +52,7 @@ def emit_torchtitan(layout: PlanLayout) -> EngineFile:
     """Return a Python file with the plan's values, and a function that puts them into a config.
 
     Raises:
-        UsageError: A layer has no path or one too deep for torchtitan, or torchtitan does not support the plan's
+        UsageError: A layer has no path, its path is too deep for torchtitan, or torchtitan does not support the plan's
             placement of stages.
     """
     plan, paths = layout.plan, layout.module_paths(_NAME)

@@ -83,7 +83,7 @@ class Document:
         return content
 
     def line_of(self, at: KeyPath) -> int | None:
-        """Return the line of a key or of its nearest parent key with a line; else None."""
+        """Return the line of a key, or of its nearest parent key; None if unknown."""
         while at and at not in self.lines:
             at = at[:-1]
         return self.lines.get(at)

@@ -46,7 +46,7 @@ class Span:
     device: int
     """Index of the device in the pipeline; for a send, the sender."""
     stage: int
-    """Index of the stage in the pipeline; for an optimizer step, the index of the device's first stage."""
+    """Index of the stage in the pipeline; for an optimizer step, the first stage of the device."""
     micro_batch: int = 0
     start_us: float
     end_us: float

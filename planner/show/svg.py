@@ -1,8 +1,7 @@
 """Timeline of one step as SVG, for a file or for the printed HTML report.
 
-Each device has a row, and its bubble in percent to the right. Sends are thin lines at the row's edge towards the
-receiver. To limit the size of the file, boxes with the same style class are drawn as one path per row, and very thin
-neighboring boxes are merged.
+Each device has a row, which ends with its bubble in percent. Sends are thin lines at the edge of the row. To limit the
+size of the file, very thin neighboring boxes are merged.
 """
 
 from collections import defaultdict
@@ -85,7 +84,7 @@ def timeline_svg(step: StepTimeline, title: str, *, standalone: bool = True) -> 
     Args:
         step: The step.
         title: Title, also for screen readers.
-        standalone: True for a file with its own style, background and legend; False for a page that provides them.
+        standalone: True to include style, background and legend.
     """
     name = row_noun(step.chunks)
     # Digits are about 6.2 wide at 11 px; the margin grows with the number of devices.

@@ -1,7 +1,7 @@
 """Trace of a predicted step, for a trace viewer.
 
-In the trace, each device is a process with a counter `memory`, whose highest value is the device's peak. The trace of a
-run (`train.py --trace`) has the same rows.
+Each device is a process of the trace, with a counter `memory`. The trace of a run (`train.py --trace`) has the same
+rows.
 """
 
 from collections.abc import Iterator

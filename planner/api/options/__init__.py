@@ -1,4 +1,4 @@
-"""Options of the commands, each defined once; one module per command module (`planner.api.checking`, …).
+"""Options of the commands, with one module for each module of a command (`planner.api.checking`, …).
 
 Each command has a dataclass of options. Its fields are keywords in Python (`planner.api.keywords`). Fields with an
 `Option` are also options on the command line (`planner.cli.options`), with the same names, defaults and help. A field

@@ -1,8 +1,7 @@
 """Interactive report: a page with adjustable cuts, micro-batches, schedule and memory limits.
 
-Python writes the numbers (`planner.show.explore.data`): the memory of every stage, durations, and action orders with
-the dependencies and memory changes of each action. The scripts of the page only add these numbers and take maxima
-(`evaluate.js`). They contain no rule of the cost model and no schedule.
+Python computes all numbers (`planner.show.explore.data`). The scripts of the page compute only sums and maxima of these
+numbers.
 """
 
 from planner.show.explore.page import explore_html

@@ -21,11 +21,10 @@ FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
 ALONE, ALONE_ONCE, SHARED, IN_PLACE = range(4)
-"""Sharing modes: how a stage shares its device, which decides how its memory is counted.
+"""Sharing modes: how a stage shares its device with other stages.
 
-ALONE: no other stage is on the device. ALONE_ONCE: no other stage, and one micro-batch in flight, which compiled
-programs treat separately. SHARED: other stages are on the device. IN_PLACE: as SHARED, and the previous stage, which
-makes the input, is on the same device.
+ALONE: no other stage is on the device. ALONE_ONCE: as ALONE, with one micro-batch in flight. SHARED: other stages are
+on the device. IN_PLACE: as SHARED, and the previous stage is on the same device.
 """
 
 ALWAYS: Final = -1

@@ -13,7 +13,7 @@ class ExplorerRequest:
     plan: Plan
     profile: Profile
     micro_batches: tuple[int, ...]
-    """Numbers of micro-batches whose micro-batch size the profile covers."""
+    """Numbers of micro-batches that the interactive report offers."""
     command: tuple[str, ...]
     """Parts of the `solve` command that makes the plan again, without options that the report can change."""
     place: str = "plan.yaml"

@@ -35,8 +35,8 @@ class NumberTable:
     def json_data(self) -> dict[str, Any]:
         """Return the table as JSON data without repeated rows.
 
-        `columns` has the distinct rows, and `rows` the index of each row of the table among them. If no rows are equal,
-        `rows` is None.
+        `columns` has the distinct rows. `rows` has an index into `columns` for each row of the table. It is None if no
+        rows are equal.
         """
         if not self._columns:
             return {"rows": None, "columns": []}

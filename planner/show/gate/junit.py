@@ -55,9 +55,6 @@ def _case(
 
 
 def _xml(text: str) -> str:
-    """Return `text` with unprintable characters spelled out, except line breaks.
-
-    XML 1.0 allows no control characters, not even escaped ones (section 2.2). Bidirectional characters would change
-    what viewers show.
-    """
+    # XML 1.0 allows no control characters, not even escaped ones (section 2.2). Bidirectional characters would change
+    # what viewers show.
     return "\n".join(map(escape_unprintable, text.split("\n")))

@@ -49,9 +49,9 @@ def plan_html(
     Args:
         plan: The plan.
         profile: Profile of the plan. If None, the page has no layers and no error ranges.
-        step: One step of the plan, for the timeline. If None (no profile), the page has no timeline.
+        step: One step of the plan, for the timeline. If None, the page has no timeline.
         report: Report of a run of the plan, or None.
-        digest: Result of `decisions_digest` for the plan. Reports of its runs have the same digest.
+        digest: Result of `decisions_digest` for the plan.
     """
     certainty = certainty_of(plan, profile) if profile else None
     lead = (profile.model.source if profile else "", not_measured_warning(plan.inputs.profile.how))

@@ -58,7 +58,7 @@ def live_canvas(label: str, **attributes: str) -> str:
 
 
 def kinds_data() -> dict[str, object]:
-    """Return the colors, letters and labels of the kinds of spans, and which of them may include recomputation."""
+    """Return the properties of each kind of span, such as colors and labels, for scripts."""
     return {
         "kinds": [{"letter": kind.letter, "paper": kind.paper, "ink": kind.ink} for kind in BY_LABEL.values()],
         "labels": ["optimizer step" if kind == "optimizer" else kind for kind in _KINDS],

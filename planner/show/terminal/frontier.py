@@ -23,10 +23,7 @@ _FARTHEST = 4.0
 
 
 def frontier_parts(plan: Plan, style: Style) -> list[RenderableType]:
-    """Return a table of the best plan for each number of micro-batches and replicas.
-
-    These best plans are the field `frontier` of `plan`. If it is empty, the result is an empty list.
-    """
+    """Return a table of the plans in `plan.frontier`; an empty list if there are none."""
     if not plan.frontier:
         return []
     several = frontier_has_replicas(plan)
@@ -42,7 +39,7 @@ def frontier_parts(plan: Plan, style: Style) -> list[RenderableType]:
 
 
 def schedules_parts(plan: Plan, style: Style) -> list[RenderableType]:
-    """Return a table of the best plan of each schedule; an empty list if `plan.schedules` is empty."""
+    """Return a table of the plans in `plan.schedules`; an empty list if there are none."""
     if not plan.schedules:
         return []
     view = fit_columns(schedules_table(plan), style)

@@ -50,8 +50,6 @@ _LEVELS = "▁▂▃▄▅▆▇█"
 def memory_renderables(devices: Sequence[Sequence[Stage]], style: Style, *, gpus: int = 1) -> list[RenderableType]:
     """Return a title, a stacked bar of memory components per device, and a legend.
 
-    Bars are scaled to the largest limit; or to the largest peak, if it is below a quarter of that limit.
-
     Args:
         devices: Stages of each device.
         style: Style of the output.
@@ -129,8 +127,6 @@ def _rounded(value: float) -> int:
 
 def memory_over_time_parts(plan: Plan, step: StepTimeline, style: Style) -> list[RenderableType]:
     """Return the memory of each device over the step, as a row of bars per device.
-
-    A bar of full height is the device's memory limit, or the largest peak if no device needs a quarter of its limit.
 
     Args:
         plan: The plan.

@@ -16,11 +16,11 @@ class Style:
     """Width and colors of the text that is written to a stream."""
 
     width: int
-    """Width of the stream in columns; pictures have this width, or `MIN_WIDTH` if that is larger."""
+    """Width of the stream in columns."""
     color: bool
     """True if ANSI codes may be used."""
     wrap: bool = True
-    """True if tables must fit into `width`, by breaking cells and removing columns; False in a pipe."""
+    """True if tables must fit into `width`."""
 
     @property
     def columns(self) -> int:
@@ -35,9 +35,8 @@ class Style:
 def style_for(stream: TextIO, environ: Mapping[str, str] | None = None) -> Style:
     """Return the style for a stream.
 
-    The width is the terminal's, or the value of the variable COLUMNS. In a pipe, tables have their full width unless
-    COLUMNS is set. Colors are used on terminals, unless `NO_COLOR` or `TERM=dumb` is set; `FORCE_COLOR` always switches
-    them on.
+    The variable COLUMNS replaces the width of the terminal. Without COLUMNS, tables in a pipe have their full width.
+    `NO_COLOR` and `TERM=dumb` switch colors off, `FORCE_COLOR` switches colors on.
     """
     env = os.environ if environ is None else environ
     terminal = stream.isatty()

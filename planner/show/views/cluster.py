@@ -69,7 +69,7 @@ def run_words(run: TrainingRun, inputs: Inputs, ratios: tuple[float, float] | No
 
 
 def run_length_words(inputs: Inputs) -> str:
-    """Return the length of the training run, such as `1T tokens`; `1 step` if the request has a price and no length."""
+    """Return the length of the training run, such as `1T tokens`; `1 step` if the request has no length."""
     if inputs.tokens:
         return f"{count_option(inputs.tokens)} tokens"
     return f"{count_option(inputs.samples)} samples" if inputs.samples else "1 step"

@@ -22,7 +22,7 @@ class TimeUnit:
 
     @classmethod
     def fitting(cls, times_us: Iterable[float]) -> "TimeUnit":
-        """Return the unit and number of decimals that suit the largest of some times."""
+        """Return the unit and number of decimals for a column with these times."""
         largest = max(times_us, default=0.0)
         unit, factor = ("us", 1.0) if largest < 1e3 else ("ms", 1e3) if largest < 1e7 else ("s", 1e6)
         decimals = next((d for d, limit in ((3, 10), (2, 100)) if largest / factor < limit), 1)
@@ -85,7 +85,7 @@ class Tick:
 
 
 def time_ticks(total_us: float, most: float) -> tuple[str, tuple[Tick, ...]]:
-    """Return the unit and the marks of a time axis from 0 to `total_us`: at most `most` + 1 round times."""
+    """Return the unit and at most `most` + 1 marks of a time axis from 0 to `total_us`."""
     step_us = _nice(total_us / most)
     scale = TimeUnit.fitting([total_us])
     count = floor(total_us / step_us * (1 + 1e-9)) + 1

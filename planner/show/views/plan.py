@@ -174,10 +174,7 @@ def frontier_table(plan: Plan) -> Table:
 
 
 def schedules_table(plan: Plan) -> Table:
-    """Return a table of the best plan of each schedule.
-
-    The plan's own schedule is marked. Step times that a short search found are marked as well.
-    """
+    """Return a table of the best plan of each schedule, with marks for the plan's schedule and for short searches."""
     points, limit = plan.schedules, max(plan.inputs.memory_bytes)
     short = frozenset(n for n, point in enumerate(points) if point.short_search)
     marked = frozenset(n for n, point in enumerate(points) if point.schedule == plan.schedule)

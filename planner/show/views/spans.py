@@ -77,7 +77,7 @@ def legend_classes(step: StepTimeline, *, has_sends: bool) -> list[tuple[str, st
 
 
 def action_color_css(prefix: str = "") -> str:
-    """Return the CSS rules for the colors of actions, a line per kind, with the selector `prefix` before each class."""
+    """Return the CSS rules for the colors of actions. The selectors begin with `prefix`."""
     return "\n".join(
         "".join(f"{prefix}.{_look(kind, hue)}{{color:{kind.paper[hue]}}}" for hue in range(HUES))
         for kind in KINDS.values()

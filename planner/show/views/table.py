@@ -33,7 +33,7 @@ class Column:
     """Title; a line feed marks where it may be broken."""
     values: tuple[Value, ...] = ()
     unit: Unit = "text"
-    """Unit of the values. A column of unit `text` is left-aligned, any other column is right-aligned."""
+    """Unit of the values. Only columns of unit `text` are left-aligned."""
     per: str = ""
     """Denominator of the times, such as `micro-batch`. Columns with equal denominators share a unit of time. Without a
     denominator, each value has its own unit."""
@@ -111,7 +111,7 @@ def column(
     drop: int = 0,
     marked: frozenset[int] = frozenset(),
 ) -> tuple[Column, Callable[[Row], Value]]:
-    """Return a column without values, and the function that reads its values from rows.
+    """Return the definition of a column for `table`.
 
     Args:
         name: Name of the column.
@@ -123,7 +123,7 @@ def column(
         marked: Indices of rows whose value is emphasized.
 
     Returns:
-        The column without values, and the function.
+        The column without values, and `value`.
     """
     return Column(name=name, title=title, unit=unit, per=per, drop=drop, marked=marked), value
 
