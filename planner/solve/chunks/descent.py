@@ -67,6 +67,11 @@ class PartitionCandidate:
         """Key to compare partitions: bytes over the memory limits, then step time; smaller is better."""
         return self.excess_bytes, self.step_us
 
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Key that distinguishes partitions of a search."""
+        return self.cuts.tobytes(), self.choices.tobytes(), *self.rank
+
     def beats(self, other: "PartitionCandidate") -> bool:
         """Return True if the rank of this partition is smaller than the rank of `other`."""
         return self.rank < (other.excess_bytes, other.step_us * (1 - SAME))
@@ -90,6 +95,8 @@ class Descent(ABC, Generic[CandidateT]):
         self.random = random.Random(seed)  # noqa: S311
         self.moves = cut_moves(evaluator.stages_by_device)[: None if evaluator.case.rules.balance is None else 0]
         self._ends = 0
+        self._optima: set[tuple[object, ...]] = set()
+        """Keys of partitions that no move improves. Many restarts lead to one of them again."""
 
     @abstractmethod
     def pick_best(self, candidate: CandidateT, cuts: IntArray) -> CandidateT:
@@ -155,8 +162,10 @@ class Descent(ABC, Generic[CandidateT]):
         return cuts
 
     def _downhill(self, candidate: CandidateT) -> CandidateT:
-        while not self.is_over:
+        while not self.is_over and candidate.key not in self._optima:
             better = next((n for n in self._neighbors(candidate) if n.beats(candidate)), None)
+            if better is None and not self.is_over:
+                self._optima.add(candidate.key)
             if better is None:
                 break
             candidate = better
