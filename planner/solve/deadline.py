@@ -15,13 +15,12 @@ class OutOfTimeError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchObserver:
-    """Callbacks of a search: one can stop the search, the other one receives each faster plan."""
+    """Callbacks of a search."""
 
     is_stopped: Callable[[], bool] = lambda: False
     """Called often; True ends the search with the best plan so far."""
     on_plan: Callable[[float, ScheduleName, float], None] = lambda *_: None
-    """Called with the step time and schedule of each plan found, and with a lower bound of the step time of all
-    plans."""
+    """Called for each faster plan, with its step time, its schedule, and a lower bound of all step times."""
 
 
 UNWATCHED: Final = SearchObserver()
@@ -34,11 +33,11 @@ class Deadline:
     ends_s: float
     """End time in seconds of `time.monotonic`; infinite without a limit."""
     most_actions: int | None = None
-    """Limit on simulated actions, including the time to compute tables, counted as actions. None: a default limit."""
+    """Limit on simulated actions; None for a default limit."""
     least_us: float = 0.0
-    """Lower bound of the step time of all plans of the request; reported to the observer."""
+    """Lower bound of the step time of all plans, for `SearchObserver.on_plan`."""
     best_us: float = inf
-    """Step time of the best plan of the request so far. A search ends when its lower bound reaches this time."""
+    """Step time of the best plan so far. A search ends when its lower bound reaches this time."""
     watch: SearchObserver = UNWATCHED
 
     @classmethod
@@ -53,7 +52,7 @@ class Deadline:
 
     @property
     def left_s(self) -> float:
-        """Seconds until the deadline; negative after it, or if the observer stopped the search."""
+        """Seconds until the deadline; negative after it, or if `watch` stopped the search."""
         return -inf if self.watch.is_stopped() else self.ends_s - time.monotonic()
 
     def share(self, part: float) -> "Deadline":
@@ -61,11 +60,11 @@ class Deadline:
         return replace(self, ends_s=time.monotonic() + part * max(0.0, self.left_s)) if self.is_limited else self
 
     def note(self, step_us: float, schedule: ScheduleName) -> None:
-        """Report the step time and schedule of a new plan to the observer."""
+        """Report the step time and schedule of a new plan to `watch`."""
         self.watch.on_plan(step_us, schedule, self.least_us)
 
     def check(self) -> None:
-        """Raise `OutOfTimeError` if the deadline has passed or the observer stopped the search."""
+        """Raise `OutOfTimeError` if the deadline has passed, or if `watch` stopped the search."""
         if self.left_s < 0:
             raise OutOfTimeError
 

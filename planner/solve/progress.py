@@ -3,8 +3,7 @@
 Only GPipe's step time has a closed form. Under all other schedules, the simulator computes it from the action orders. A
 search under these schedules computes a lower bound for all partitions and improves a few good partitions step by step.
 If few partitions have a lower bound below the best step time found, all of them are simulated, and the answer is
-optimal. Otherwise a gap remains. A search with a limited budget skips partitions that would exceed the limit; the lower
-bound of its answer includes the lower bounds of the skipped partitions.
+optimal. Otherwise a gap remains.
 """
 
 from collections.abc import Callable
@@ -21,7 +20,7 @@ from planner.solve.space.case import Case
 from planner.solve.space.partitions import Evaluator
 
 BLOCK = 1024
-"""Largest number of partitions simulated in one batch. Any batch is charged to the budget like one partition."""
+"""Largest number of partitions simulated in one batch."""
 
 _MOST_SIMULATED = 20_000
 """Largest number of partitions that a search simulates completely to prove the best one optimal."""
@@ -36,16 +35,17 @@ _FEW_BLOCKS = 8
 class SimulationBudget:
     """Number of actions that a search has simulated, and its limit.
 
-    A batch of partitions is charged like one partition, because its simulation takes about as long.
+    A batch of partitions counts as one partition, because its simulation takes about as long.
 
     Args:
-        most_actions: Limit on simulated actions, including the time to compute tables, counted as actions. None: a
-            default limit, without the time to compute tables.
+        most_actions: Limit on simulated actions; None for a default limit.
     """
 
     def __init__(self, most_actions: int | None) -> None:
         self.is_bounded = most_actions is not None
+        """True if a limit was given."""
         self.spent = 0
+        """Number of actions simulated so far."""
         self._most_actions = _MOST_ACTIONS if most_actions is None else most_actions
 
     @property
@@ -54,11 +54,11 @@ class SimulationBudget:
         return self._most_actions - self.spent
 
     def try_reserve(self, actions: int, tables: int) -> bool:
-        """Charge the budget for tables of stage times; return False if the budget is too small.
+        """Count the time to compute tables as spent, or return False if the budget is too small.
 
         Args:
-            actions: Number of actions that the caller will simulate. They are charged when they are simulated.
-            tables: Time to compute the tables, counted as simulated actions.
+            actions: Number of actions to simulate afterwards; they must fit into the budget, but are not spent yet.
+            tables: Time to compute the tables, as the number of simulated actions that take as long.
         """
         if not self.is_bounded:
             return True
@@ -75,7 +75,7 @@ class SimulationBudget:
 
 @dataclass(slots=True, kw_only=True)
 class Progress:
-    """State of a search over one case."""
+    """Best partition of a search so far, with the limits of the search."""
 
     case: Case
     budget: SimulationBudget
@@ -84,9 +84,9 @@ class Progress:
     """Step time of the best partition; before one is found, the step time to beat."""
     best: Partition | None = None
     bound_us: float = inf
-    """Lower bound of the step time of the partitions that were left out."""
+    """Lower bound of the step times of skipped partitions."""
     rest_us: float = 0.0
-    """Lower bound of the step time of the partitions that are still to be searched."""
+    """Lower bound of the step times of partitions that are not searched yet."""
 
     @property
     def useful_us(self) -> float:
@@ -100,7 +100,7 @@ class Progress:
     def simulate(
         self, evaluator: Evaluator, cuts: IntArray, choices: IntArray, layers_us: FloatArray | None = None
     ) -> FloatArray:
-        """Return simulated step times of partitions in microseconds, and charge the budget.
+        """Return simulated step times of partitions in microseconds.
 
         Args:
             evaluator: Evaluator for the partitions' number of devices.
@@ -127,7 +127,7 @@ class Progress:
             cuts: Cuts of each partition, shape (partitions, stages + 1).
             choices: Recompute choice of each stage, shape (partitions, stages).
             fits: True for partitions that fit.
-            known_us: Step times of partitions that were simulated before, NaN for others. None: no partition was.
+            known_us: Known step times, NaN for partitions to simulate; None to simulate all partitions.
 
         Returns:
             Step times in microseconds; infinite for partitions that do not fit.

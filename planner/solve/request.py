@@ -41,15 +41,14 @@ class Request:
     time_limit_s: float | None = None
     """Seconds after which the search returns the best plan found, with its gap."""
     actions: int | None = MOST_ACTIONS_OF_AUTO
-    """Number of actions to simulate per schedule in the first search pass, if the schedule is `auto`. None: search each
-    schedule as long as if it were requested alone."""
+    """Number of actions to simulate per schedule in the first search pass, if the schedule is `auto`. None to search
+    each schedule as long as if it were requested alone."""
     searches_longer: bool = True
-    """True to search the most promising schedules a second time if the schedule is `auto`, and to improve the best
-    plans with several chunks per device, for some more seconds."""
+    """True to improve the best plans for some more seconds."""
     lists: ListedSchedule | None = None
     """Schedule with action orders that the user gave; `inputs.schedule` is then `given`."""
     watch: SearchObserver = field(default=UNWATCHED, compare=False)
-    """Observer of the search, which may stop it."""
+    """Callbacks of the search, which may stop it."""
     solver: Solver = "auto"
     """Solver: `auto` and `dp` use the dynamic program, `milp` the integer program."""
 

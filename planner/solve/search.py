@@ -1,4 +1,4 @@
-"""Search from a request to a plan with a lower bound: over schedules, replicas, micro-batches and cuts."""
+"""Search for the best plan of a request, over schedules, replicas, micro-batches and cuts."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace

@@ -1,9 +1,8 @@
 """Branch and bound over the bottlenecks of a plan under GPipe: its largest forward time and its largest backward time.
 
 Most of a step is (M-1) times the largest forward and the largest backward time of any stage or link. The dynamic
-program spends most of its time on partial plans that differ in these two times, because it can exclude few of these.
-The plane of the two times is therefore divided into boxes. A box contains the plans whose largest times are between its
-two corners:
+program spends most of its time on partial plans that differ in these two times. The search therefore divides the plane
+of the two times into boxes. A box contains the plans whose largest times are between its two corners:
 
     backward  |_______________________
               |      |        |           T       step time of a plan in the box
@@ -52,13 +51,10 @@ class _Box(NamedTuple):
     """Plans whose largest forward and backward times are between `least` and `most`."""
 
     bound_us: float
-    """Lower bound of the step times in the box; boxes are sorted by it."""
-    number: int
-    """Position in the order of creation; sorts boxes of equal bound."""
+    """Lower bound of the step times of these plans."""
+    number: int  # Boxes of equal bound are sorted by their order of creation.
     least: Bottlenecks
-    """Lower corner: lower bounds of the largest times of the plans in the box."""
     most: Bottlenecks
-    """Upper corner: upper bounds of the largest times of the plans in the box."""
     depth: int
     """Number of divisions that led to this box."""
     passes_us: float
@@ -69,14 +65,14 @@ class BottleneckSearch:
     """Search for the fastest partition of a chain under GPipe.
 
     Args:
-        problem: Layers, and tables of the stages that a partition may have.
+        problem: Layers, and the stages that a partition may have.
         micro_batches: Number of micro-batches.
         deadline: Time limit, after which `OutOfTimeError` is raised.
     """
 
     def __init__(self, problem: ChainProblem, micro_batches: int, *, deadline: Deadline = NEVER) -> None:
         self.best_so_far: ChainCuts | None = None
-        """Fastest partition found so far, available after `OutOfTimeError` as well."""
+        """Fastest partition found so far."""
         self._problem, self._M, self._deadline = problem, micro_batches, deadline
         self._whole = CutDynamicProgram(problem, GPipeRecurrence(micro_batches), deadline=deadline)
         self.bound_us = self._whole.lower_bound_us()

@@ -1,10 +1,9 @@
-"""Exact search over the cuts of a chain for a given number of micro-batches: a dynamic program with bounds.
+"""Dynamic program for the best cuts of a chain of layers, for a given number of micro-batches.
 
-The search adds stages from the last to the first, as backward visits them. A partial plan has stages for the layers
-i..L-1. A few numbers describe a partial plan (`recurrences.py`), for example its longest backward time. The step time
-of a complete plan follows from these numbers and the stages before layer i. (Under 1F1B, only a lower bound follows.)
-Among partial plans with the same first layer and number of stages, the search drops dominated ones. Three rules keep
-the number of partial plans small:
+The search adds stages from the last to the first. A partial plan has stages for the layers i..L-1. The dynamic program
+has a state for each partial plan: a few values such as its longest backward time (`recurrences.py`). Under 1F1B, it
+minimizes a lower bound of the step time. Among partial plans with the same first layer and number of stages, the search
+drops dominated ones. Three rules keep the number of partial plans small, and never drop the best plan:
 
 - A partial plan is dropped if its lower bound does not beat the best complete plan. The bound consists of the times of
   its stages, the work of the earlier layers, and the smallest possible bottlenecks of the earlier layers.
@@ -17,12 +16,12 @@ A first complete plan comes from the same search with only the most promising pa
 
     later stages    partial plans, drawn as their stages                 K = 3, L = 8
       0                            [ 7 ]    [ 6 7 ]    [ 5 6 7 ]        one stage
-      1               [ 4 5 6 ][ 7 ]    [ 5 ][ 6 7 ]   …                one stage before each partial plan above
+      1               [ 4 5 6 ][ 7 ]    [ 5 ][ 6 7 ]   …                two stages
       2     [ 0 1 2 3 ][ 4 5 6 ][ 7 ]   …                               plans that begin at layer 0 are complete
 
 Complexity: O(K L W) time for the bounds and O(K L W · P) for the search, with K stages, L layers, W layers in the
-longest stage, and P partial plans kept for each first layer; memory is O(K L + L W). W is about L/K on long chains. P
-is small on real chains. The search is exact for any input: candidates are dropped only because of a bound or dominance.
+longest stage, and P partial plans that begin at the same layer; memory is O(K L + L W). W is about L/K on long chains.
+P is small on real chains.
 """
 
 from collections.abc import Iterator, Sequence
@@ -44,7 +43,7 @@ SLACKS = (1.01, 1.05, 1.1, 1.25)
 """Limits on the step time of a first plan, as multiples of its lower bound."""
 
 _MORE_LABELS = 8
-"""Number of partial plans kept for each first layer in the search before the exact search."""
+"""Number of partial plans kept that begin at the same layer, in the search before the exact search."""
 
 
 class ChainCuts(NamedTuple):
@@ -64,8 +63,8 @@ class _PartialPlans(NamedTuple):
     parent: IntArray
     """Index of the partial plan without its first stage, among the partial plans with one stage less."""
     choice: ChoiceArray
-    numbers: FloatArray
-    """Times from which `Recurrence` computes step times, such as the longest forward time; shape (numbers, plans)."""
+    states: FloatArray
+    """States of the dynamic program, one column per partial plan."""
     bound: FloatArray
     """Lower bound of the step time of every complete plan that contains the partial plan."""
     rank: FloatArray
@@ -85,7 +84,7 @@ class CutDynamicProgram:
     """Dynamic program that finds the best cuts of a chain for one schedule.
 
     Args:
-        problem: Layers, and tables of the stages that a partition may have.
+        problem: Layers, and the stages that a partition may have.
         recurrence: Recurrence of the schedule, for example `GPipeRecurrence`.
         deadline: Time limit, after which `OutOfTimeError` is raised.
     """
@@ -94,7 +93,7 @@ class CutDynamicProgram:
         self.problem = problem
         self.recurrence = recurrence
         self.is_exhaustive = True
-        """False if a limit on the number of partial plans may have changed the last result."""
+        """False if the last search dropped partial plans that may lead to the best partition."""
         self._deadline = deadline
         self._work = (problem.sums.forward_us + problem.sums.backward_us) / problem.highest_speed
         self._own_us = float(problem.sums.own_us(np.array([0]), np.array([1]), problem.highest_speed)[0])
@@ -105,7 +104,7 @@ class CutDynamicProgram:
         """Return a lower bound of the step time of all partitions, in microseconds; infinite if none fits."""
         empty = self._root()
         earlier = self._earlier_layers(empty.first, self.problem.num_stages)
-        return float(self.recurrence.bound_us(tuple(empty.numbers), earlier)[0])
+        return float(self.recurrence.bound_us(tuple(empty.states), earlier)[0])
 
     def least_values(self) -> dict[str, float]:
         """Return lower bounds that hold for all partitions, for example of the longest forward time (key `forward`)."""
@@ -129,7 +128,7 @@ class CutDynamicProgram:
         Args:
             bound_us: Lower bound of the step time, in microseconds.
             upper_us: Step time to beat, in microseconds.
-            slacks: Limits of the step time to try in turn, as multiples of `bound_us`.
+            slacks: Limits on the step time to try in turn, as multiples of `bound_us`.
         """
         for slack in slacks:
             allowed_us = min(upper_us, bound_us * slack)
@@ -151,9 +150,9 @@ class CutDynamicProgram:
 
         Args:
             upper_us: Step time to beat, in microseconds.
-            most_plans: Number of partial plans to keep for each first layer; None for all. With a number, the search
-                may miss the best partition.
-            best_rank: Rank to beat; None for any rank.
+            most_plans: Largest number of partial plans to keep that begin at the same layer; None to keep all. With a
+                number, the search may miss the best partition.
+            best_rank: Value of `ChainCuts.rank` to beat, or None.
             most_per_count: Limit on partial plans with equally many stages.
             enough_in_all: Limit on all partial plans. The search stops when both limits are exceeded.
         """
@@ -259,18 +258,18 @@ class CutDynamicProgram:
         some = np.isfinite(next(iter(self._least.values()))[stages_left])
         variant, label, column = np.nonzero(np.isfinite(stages.forward[:, row]) & some[stages.first[:, row]])
         at, parent = stages.select(variant, row[label], column), block[label]
-        numbers = self.recurrence.extend(tuple(plans.numbers.take(parent, axis=1)), at, num_later)
+        states = self.recurrence.extend(tuple(plans.states.take(parent, axis=1)), at, num_later)
         earlier = self._earlier_layers(at.first, stages_left)
-        bound = self.recurrence.bound_us(numbers, earlier)
-        rank = np.stack(self.recurrence.ranking_bounds(numbers, earlier, bound))
+        bound = self.recurrence.bound_us(states, earlier)
+        rank = np.stack(self.recurrence.ranking_bounds(states, earlier, bound))
         is_kept = bound < just_below(target.upper_us)
         if target.best_rank is not None:
             is_kept &= _before(rank, target.best_rank)
         kept = np.flatnonzero(is_kept)
         first = at.first.take(kept)
-        # Bounds use the numbers as they are. In kept plans the numbers are raised, so that more plans are dominated.
+        # Bounds use the states as they are. In kept plans the states are raised, so that more plans are dominated.
         whole = self._raise_to_chain_bounds(self._earlier_layers(first, stages_left))
-        raised = np.stack(self.recurrence.clamp_to_lower_bounds(tuple(number.take(kept) for number in numbers), whole))
+        raised = np.stack(self.recurrence.clamp_to_lower_bounds(tuple(number.take(kept) for number in states), whole))
         return _PartialPlans(
             first, parent.take(kept), at.choice.take(kept), raised, bound.take(kept), rank.take(kept, axis=1)
         )
@@ -287,10 +286,10 @@ class CutDynamicProgram:
         if len(plans.first) == 1:
             return plans
         # If only a few partial plans are kept, keep those with the smallest bounds.
-        keys = (*plans.rank, *plans.numbers) if most_plans is None else (plans.bound, *plans.rank)
+        keys = (*plans.rank, *plans.states) if most_plans is None else (plans.bound, *plans.rank)
         # In this order, no partial plan is dominated by a later partial plan, as `_undominated_partial_plans` requires.
         plans = plans.take(np.lexsort((*keys[::-1], plans.first)))
-        return plans.take(_undominated_partial_plans(plans.first, plans.numbers, most_plans))
+        return plans.take(_undominated_partial_plans(plans.first, plans.states, most_plans))
 
     def _trace(
         self, levels: list[_PartialPlans], num_later: int, index: int
@@ -319,7 +318,7 @@ def _before(rank: FloatArray, best: tuple[float, ...]) -> BoolArray:
     return before
 
 
-def _undominated_partial_plans(group: IntArray, numbers: FloatArray, most: int | None = None) -> IndexArray:
+def _undominated_partial_plans(group: IntArray, states: FloatArray, most: int | None = None) -> IndexArray:
     # Partial plans are sorted by group, so that a plan is dominated only by an earlier or an equal plan. Complexity:
     # O(n) per round, and as many rounds as the largest group has undominated plans, but at most `most` rounds.
     left = np.arange(len(group))
@@ -329,8 +328,8 @@ def _undominated_partial_plans(group: IntArray, numbers: FloatArray, most: int |
         is_head = np.ones(len(left), dtype=bool)
         np.not_equal(group[1:], group[:-1], out=is_head[1:])
         kept.append(left[is_head])
-        heads = numbers.take(np.flatnonzero(is_head), axis=1).take(np.cumsum(is_head) - 1, axis=1)
-        stays = np.flatnonzero((heads > numbers * (1 + RELATIVE)).any(axis=0))
+        heads = states.take(np.flatnonzero(is_head), axis=1).take(np.cumsum(is_head) - 1, axis=1)
+        stays = np.flatnonzero((heads > states * (1 + RELATIVE)).any(axis=0))
         # Copy the remaining partial plans: indexing into the full arrays in every round would be slower.
-        left, group, numbers = left[stays], group[stays], numbers.take(stays, axis=1)
+        left, group, states = left[stays], group[stays], states.take(stays, axis=1)
     return np.sort(np.concatenate(kept)) if kept else left

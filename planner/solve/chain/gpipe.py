@@ -1,4 +1,4 @@
-"""Search for the optimal plan of a case under GPipe.
+"""Search for the optimal plan under GPipe.
 
 Among equally fast plans, the one with the lowest peak memory wins.
 """
@@ -35,14 +35,15 @@ _FIRST_WINDOW = 1.5
 
 @dataclass(slots=True)
 class TableWidth:
-    """Width of the stage tables of a case: their largest number of layers per stage. A search widens the tables."""
+    """Largest number of layers of a stage that a search considers. The search increases it step by step."""
 
     case: Case
     width: int = 0
+    """Largest number of layers of a stage."""
     _longest_us: float = 0.0
 
     def widen(self, upper_us: float) -> bool:
-        """Increase the width. Return False if no wider table is needed to find all plans faster than `upper_us`."""
+        """Increase `width`, or return False if no plan faster than `upper_us` has a longer stage."""
         # The tables have the stages whose time is below a limit. The first call sets a low limit. With an infinite
         # `upper_us`, later calls double it; otherwise they set it to the longest stage of a faster plan.
         case = self.case

@@ -1,11 +1,11 @@
-"""Numbers of a partial plan in the dynamic program, from which the step time of complete plans follows.
+"""States of the dynamic program over cuts, from which the step times of plans are computed.
 
-The dynamic program adds stages from the last to the first. A partial plan covers the layers i..L-1, and has a few
-numbers; a smaller number is never worse. The recurrence of a schedule computes how the numbers change when a previous
+The dynamic program adds stages from the last to the first. A partial plan has stages for the layers i..L-1. Its state
+is a few values; a smaller value is never worse. The recurrence of a schedule computes the new state when a previous
 stage is added. It also bounds the step time of every complete plan that contains the partial plan:
 
     layers    0 ........ h-1 | h ...... i-1 | i ................ L-1
-            earlier layers   |    stage     |  partial plan: numbers
+            earlier layers   |    stage     |  partial plan: state
               lower bounds   |  F  B  q  U  |
                              |______________|  extend -> partial plan of layers h..L-1
 
@@ -20,17 +20,17 @@ The letters are those of docs/cost-model.md:
 
 **GPipe** (exact, `planner.core.cost.step_time`):
 
-    T = (M-1) f + d + u         for a partial plan of all layers: micro-batch M-1 waits for M-1 forwards of the
-                                  slowest stage or link, and then takes d
+    T = (M-1) f + d + u         for a plan of all layers: M-1 forwards of the slowest stage or link, then
+                                  micro-batch M-1 through all stages
 
     f   largest forward time of a stage or link in the partial plan
     x   largest backward time of a stage or link for micro-batches 0..M-2
     a   time of one of these micro-batches through all stages and links, forward and backward, without waiting
-    d   time of micro-batch M-1 through all stages and links: forward without waiting, then backward with waiting
+    d   time of micro-batch M-1 through all stages and links, with waiting in the backward only
     u   time that the optimizer steps add to the step
 
-An added stage changes f, x and a by its F and B. It changes u to max(U, u - (F + q - R + 2 C)). The new d is q plus
-the time until the added stage can run the backward of micro-batch M-1. This time is the larger of
+An added stage changes f, x and a by its F and B. It changes u to max(U, u - (F + q - R + 2 C)), because its forward,
+backward and transfers overlap with later optimizer steps. The new d is q plus the larger of
 
     d + F               micro-batch M-1 arrives at the added stage
     a + (M-2) x         the added stage has finished the other micro-batches, if M > 1; with the new a and x
@@ -67,20 +67,20 @@ from planner.core.cost.stage_time import delay_with_added_stage_us
 from planner.solve.space.prefixes import BoundKind
 from planner.solve.space.problem import Bottlenecks, StageTimeArrays
 
-PlanNumbers = tuple[FloatArray, ...]
-"""Numbers of partial plans, such as the longest forward time: one array per number, with one entry per plan."""
+PlanStates = tuple[FloatArray, ...]
+"""States of partial plans: one array per value, such as the longest forward time, with one entry per plan."""
 _Passed = tuple[FloatArray, FloatArray, FloatArray]
-"""Numbers x, a and d of a partial plan."""
+"""Values x, a and d of a partial plan."""
 _Machine = tuple[FloatArray, FloatArray, FloatArray]
 """Times F, p and q of a machine (a stage or link): forward, backward, and backward of the last micro-batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EarlierLayers:
-    """Lower bounds for the first layers, which partial plans lack. Arrays have one entry per partial plan."""
+    """Lower bounds for the layers before a partial plan. Arrays have one entry per partial plan."""
 
     work_us: FloatArray
-    """Forward plus backward time of the first layers, in microseconds."""
+    """Forward plus backward time of these layers, in microseconds."""
     own_us: float
     """Lower bound of the all-reduce and optimizer time of a plan's first stage, in microseconds."""
     exist: BoolArray
@@ -103,38 +103,35 @@ def _needs(*names: str) -> dict[str, BoundKind]:
 
 
 class Recurrence(Protocol):
-    """Computation of step times for one schedule. It adds stages to partial plans, from the last stage to the first.
-
-    A partial plan has stages for the last layers only. Its numbers are, for example, its longest forward time.
-    """
+    """Recurrence of the dynamic program for one schedule. A partial plan has stages for the last layers only."""
 
     size: int
-    """Length of `PlanNumbers`."""
+    """Number of values in a state."""
     rank_is_time: bool
     """True if partitions are ranked by their step time alone."""
     needs: dict[str, BoundKind]
     """Definitions of the lower bounds that the recurrence uses, by name."""
 
-    def extend(self, numbers: PlanNumbers, stages: StageTimeArrays, num_later: int) -> PlanNumbers:
-        """Return the numbers of partial plans after one stage is added at the beginning of each plan.
+    def extend(self, states: PlanStates, stages: StageTimeArrays, num_later: int) -> PlanStates:
+        """Return the states of partial plans after one stage is added at the beginning of each plan.
 
         Args:
-            numbers: Numbers of the partial plans before this addition.
+            states: States before this addition.
             stages: Stage to add to each partial plan.
             num_later: Number of stages of each partial plan before this addition.
         """
 
-    def clamp_to_lower_bounds(self, numbers: PlanNumbers, earlier: EarlierLayers) -> PlanNumbers:
-        """Replace each number below its smallest value in any complete plan by this value; return the numbers."""
+    def clamp_to_lower_bounds(self, states: PlanStates, earlier: EarlierLayers) -> PlanStates:
+        """Return the states with each value raised to its smallest value in any complete plan."""
 
-    def bound_us(self, numbers: PlanNumbers, earlier: EarlierLayers) -> FloatArray:
+    def bound_us(self, states: PlanStates, earlier: EarlierLayers) -> FloatArray:
         """Return, for each partial plan, a lower bound of the step time of complete plans that contain it."""
 
-    def ranking_bounds(self, numbers: PlanNumbers, earlier: EarlierLayers, bound_us: FloatArray) -> PlanNumbers:
+    def ranking_bounds(self, states: PlanStates, earlier: EarlierLayers, bound_us: FloatArray) -> PlanStates:
         """Return, for each partial plan, lower bounds of `ChainCuts.rank` of complete plans that contain it.
 
         Args:
-            numbers: Numbers of the partial plans.
+            states: States of the partial plans.
             earlier: Lower bounds for the layers before the partial plans.
             bound_us: Result of the method `bound_us`.
         """
@@ -145,7 +142,7 @@ class GPipeRecurrence:
 
     Args:
         micro_batches: Number of micro-batches.
-        floor: Lower bounds of the largest forward and the largest backward time of every plan in the search, or None.
+        floor: Lower bounds of the largest forward and the largest backward time of every plan, or None.
     """
 
     size = 5
@@ -165,9 +162,9 @@ class GPipeRecurrence:
     def _least_bottlenecks(self, earlier: EarlierLayers) -> tuple[FloatArray | float, FloatArray | float]:
         return self._floor or (earlier.least["forward"], earlier.least["backward"])
 
-    def extend(self, numbers: PlanNumbers, stages: StageTimeArrays, num_later: int) -> PlanNumbers:  # noqa: ARG002 - GPipe's stages are all alike
+    def extend(self, states: PlanStates, stages: StageTimeArrays, num_later: int) -> PlanStates:  # noqa: ARG002 - GPipe's stages are all alike
         # The link to the next stage and the stage are machines of a flow shop.
-        f, x, a, d, u = numbers
+        f, x, a, d, u = states
         F, C = stages.forward, stages.link
         x, a, d = self._add_machine((x, a, d), (C, C, C))
         x, a, d = self._add_machine((x, a, d), (F, stages.backward, stages.last_backward))
@@ -179,8 +176,8 @@ class GPipeRecurrence:
             delay_with_added_stage_us(u, stages.own_us, stages.slack_us),
         )
 
-    def _add_machine(self, numbers: _Passed, machine: _Machine) -> _Passed:
-        (x, a, d), (F, p, q) = numbers, machine
+    def _add_machine(self, states: _Passed, machine: _Machine) -> _Passed:
+        (x, a, d), (F, p, q) = states, machine
         # A single flow shop models both directions, because forward times only add up.
         x, a, d = np.maximum(x, p), a + F + p, d + F
         # The last micro-batch continues at once, or waits until the slowest machine has finished the others.
@@ -188,14 +185,14 @@ class GPipeRecurrence:
             d = np.maximum(d, a + (self._M - 2) * x)
         return x, a, d + q
 
-    def clamp_to_lower_bounds(self, numbers: PlanNumbers, earlier: EarlierLayers) -> PlanNumbers:
-        f, x, a, d, u = numbers
+    def clamp_to_lower_bounds(self, states: PlanStates, earlier: EarlierLayers) -> PlanStates:
+        f, x, a, d, u = states
         forward, backward = self._least_bottlenecks(earlier)
         f, x = np.maximum(f, forward), np.maximum(x, backward)
         return f, x, a, d, _raised_tail(u, earlier)
 
-    def bound_us(self, numbers: PlanNumbers, earlier: EarlierLayers) -> FloatArray:
-        f, x, a, d, u = numbers
+    def bound_us(self, states: PlanStates, earlier: EarlierLayers) -> FloatArray:
+        f, x, a, d, u = states
         forward, backward = self._least_bottlenecks(earlier)
         f, x = np.maximum(f, forward), np.maximum(x, backward)
         if self._M == 1:
@@ -207,7 +204,7 @@ class GPipeRecurrence:
             d = np.maximum(d + earlier.work_us, a + earlier.least["passes"] + _times(self._M - 2, x))
         return d + _times(self._M - 1, f) + np.where(earlier.exist, earlier.own_us, u)
 
-    def ranking_bounds(self, numbers: PlanNumbers, earlier: EarlierLayers, bound_us: FloatArray) -> PlanNumbers:  # noqa: ARG002 - time is all
+    def ranking_bounds(self, states: PlanStates, earlier: EarlierLayers, bound_us: FloatArray) -> PlanStates:  # noqa: ARG002 - time is all
         return (bound_us,)
 
 
@@ -226,9 +223,9 @@ class OneForwardOneBackwardRecurrence:
 
         self.needs = {**_needs("backward"), "work": BoundKind(np.maximum, work)}
 
-    def extend(self, numbers: PlanNumbers, stages: StageTimeArrays, num_later: int) -> PlanNumbers:
+    def extend(self, states: PlanStates, stages: StageTimeArrays, num_later: int) -> PlanStates:
         # The new g is the longest of the four paths in the module's docstring.
-        g, s, r, u = numbers
+        g, s, r, u = states
         M, w = self._M, min(self._M, num_later + 1)
         F, C, q = stages.forward, stages.link, stages.last_backward
         # A single micro-batch is the last one.
@@ -246,21 +243,21 @@ class OneForwardOneBackwardRecurrence:
         g = np.maximum(np.maximum(work, first_back), np.maximum(trips, g + (F + q + 2 * C)))
         return g, s, r, delay_with_added_stage_us(u, stages.own_us, stages.slack_us)
 
-    def clamp_to_lower_bounds(self, numbers: PlanNumbers, earlier: EarlierLayers) -> PlanNumbers:
+    def clamp_to_lower_bounds(self, states: PlanStates, earlier: EarlierLayers) -> PlanStates:
         # Every difference in g, s and r changes the step time, so only u is raised.
-        g, s, r, u = numbers
+        g, s, r, u = states
         return g, s, r, _raised_tail(u, earlier)
 
-    def bound_us(self, numbers: PlanNumbers, earlier: EarlierLayers) -> FloatArray:
+    def bound_us(self, states: PlanStates, earlier: EarlierLayers) -> FloatArray:
         # The longest of three paths: g plus earlier work; all work of an earlier stage; a round trip.
-        g, s, _, u = numbers
+        g, s, _, u = states
         bound: FloatArray = np.maximum(
             np.maximum(g + earlier.work_us, earlier.least["work"]),
             s + earlier.work_us + _times(self._M - 1, earlier.least["backward"]),
         )
         return bound + np.where(earlier.exist, earlier.own_us, u)
 
-    def ranking_bounds(self, numbers: PlanNumbers, earlier: EarlierLayers, bound_us: FloatArray) -> PlanNumbers:  # noqa: ARG002 - time is all
+    def ranking_bounds(self, states: PlanStates, earlier: EarlierLayers, bound_us: FloatArray) -> PlanStates:  # noqa: ARG002 - time is all
         return (bound_us,)
 
 
@@ -275,12 +272,12 @@ def _raised_tail(tail: FloatArray, earlier: EarlierLayers) -> FloatArray:
 
 
 class TieBreakRecurrence:
-    """Recurrence that compares equally fast partitions by memory, transferred bytes or balance.
+    """Recurrence that ranks equally fast partitions by memory, transferred bytes or balance.
 
     Args:
-        recurrence: Recurrence of the schedule.
-        ranks: What to compare, the most important first: `peak`, the highest peak memory; `moved`, bytes sent across
-            cuts; `squares`, the sum of squared stage times, which is smallest for equal stages.
+        recurrence: Recurrence for the step time.
+        ranks: Criteria, the most important first: `peak`, the highest peak memory; `moved`, bytes sent across cuts;
+            `squares`, the sum of squared stage times, which is smallest for equal stages.
     """
 
     rank_is_time = False
@@ -291,24 +288,24 @@ class TieBreakRecurrence:
         self.size = recurrence.size + len(ranks)
         self.needs = {**recurrence.needs, **self._ranks}
 
-    def _ranked(self, numbers: PlanNumbers) -> Iterator[tuple[str, BoundKind, FloatArray]]:
-        for (name, need), number in zip(self._ranks.items(), numbers[self._recurrence.size :], strict=True):
+    def _ranked(self, states: PlanStates) -> Iterator[tuple[str, BoundKind, FloatArray]]:
+        for (name, need), number in zip(self._ranks.items(), states[self._recurrence.size :], strict=True):
             yield name, need, number
 
-    def extend(self, numbers: PlanNumbers, stages: StageTimeArrays, num_later: int) -> PlanNumbers:
-        more = [need.combine(number, need.stage_values(stages)) for _, need, number in self._ranked(numbers)]
-        return *self._recurrence.extend(numbers[: self._recurrence.size], stages, num_later), *more
+    def extend(self, states: PlanStates, stages: StageTimeArrays, num_later: int) -> PlanStates:
+        more = [need.combine(number, need.stage_values(stages)) for _, need, number in self._ranked(states)]
+        return *self._recurrence.extend(states[: self._recurrence.size], stages, num_later), *more
 
-    def clamp_to_lower_bounds(self, numbers: PlanNumbers, earlier: EarlierLayers) -> PlanNumbers:
+    def clamp_to_lower_bounds(self, states: PlanStates, earlier: EarlierLayers) -> PlanStates:
         # Only maxima are raised; sums stay as they are.
         more = [
             np.maximum(number, earlier.least[name]) if need.combine is np.maximum else number
-            for name, need, number in self._ranked(numbers)
+            for name, need, number in self._ranked(states)
         ]
-        return *self._recurrence.clamp_to_lower_bounds(numbers[: self._recurrence.size], earlier), *more
+        return *self._recurrence.clamp_to_lower_bounds(states[: self._recurrence.size], earlier), *more
 
-    def bound_us(self, numbers: PlanNumbers, earlier: EarlierLayers) -> FloatArray:
-        return self._recurrence.bound_us(numbers[: self._recurrence.size], earlier)
+    def bound_us(self, states: PlanStates, earlier: EarlierLayers) -> FloatArray:
+        return self._recurrence.bound_us(states[: self._recurrence.size], earlier)
 
-    def ranking_bounds(self, numbers: PlanNumbers, earlier: EarlierLayers, bound_us: FloatArray) -> PlanNumbers:  # noqa: ARG002 - time is equal
-        return tuple(need.combine(number, earlier.least[name]) for name, need, number in self._ranked(numbers))
+    def ranking_bounds(self, states: PlanStates, earlier: EarlierLayers, bound_us: FloatArray) -> PlanStates:  # noqa: ARG002 - time is equal
+        return tuple(need.combine(number, earlier.least[name]) for name, need, number in self._ranked(states))

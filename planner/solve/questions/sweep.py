@@ -1,4 +1,4 @@
-"""Best plans for several cluster sizes of equal devices, from few searches.
+"""Best plans for clusters with several numbers of equal devices, from few searches.
 
 If the best plan of a larger cluster fits a smaller cluster, it is also the best plan there, because the smaller cluster
 allows fewer plans. If no plan fits the larger cluster, none fits the smaller one. Clusters are therefore solved from

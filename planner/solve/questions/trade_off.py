@@ -32,10 +32,10 @@ def memory_trade_off(
 
     Args:
         profile: The profile to plan for.
-        plan: The answer to a request with the schedule `auto`; its own schedule gets the plan's figures.
+        plan: Answer to a request with the schedule `auto`. For the schedule of the plan, its figures are returned.
         micro_batches: Number of micro-batches, if the request fixed it; else None.
-        watch: Observer of the searches; if it stops them, the points are not usable.
-        is_short: True to search for some tenths of a second per schedule. A schedule may then have a faster plan.
+        watch: Callbacks of the searches. If they stop a search, the result is not usable.
+        is_short: True to search only for some tenths of a second per schedule.
 
     Returns:
         The points. Empty if there is nothing to compare: the request fixed the schedule or the cuts, the pipeline has
