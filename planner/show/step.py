@@ -204,7 +204,7 @@ class _DeviceBytes(NamedTuple):
             total: FloatArray = sizes.sum(axis=0) + reserve_bytes
             return total
 
-        during = np.maximum(at(counts.during), at(counts.message))
+        during = np.maximum(at(counts.during), at(counts.sending))
         return cls(
             idle=int(at(np.zeros_like(counts.during[:1]))[0]),
             during=during.astype(int).tolist(),

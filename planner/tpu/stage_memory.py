@@ -88,7 +88,7 @@ class CompiledStageMemory:
     """Padding of arrays kept for the backward, before a loop over micro-batches stores them flattened."""
 
     def parts(self, s: StageTable, recompute: Recompute, *, in_flight: int) -> MemoryParts:
-        """Return the memory parts of stages that are compiled as one executable each.
+        """Return the memory of stages by allocation, if each stage is compiled as one executable.
 
         Args:
             s: Memory of the stages' tensors.

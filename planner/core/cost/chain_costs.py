@@ -45,7 +45,7 @@ class TiedParameters:
     converted_bytes: float = 0.0
     """Gradient bytes of the shared parameters that layer `second` uses as low-precision copies (autocast)."""
     is_pair_known: bool = True
-    """False if layers between `first` and `second` may also share the bytes: the profile does not say which."""
+    """False if the profile does not say which earlier layers share these bytes."""
     earlier: tuple[int, ...] = ()
     """Layers before `first` that share the same bytes."""
 
@@ -65,7 +65,7 @@ class FixedLayerBytes:
     optimizer_peak: FloatArray
     """Transient bytes while the optimizer updates the layer's parameters."""
     optimizer_boundary_peak: FloatArray
-    """Transient bytes between the optimizer's updates of the previous layer and of this layer, if a stage has both."""
+    """Transient bytes when the optimizer has updated the previous layer and begins with this layer."""
     buffers: FloatArray
     rewritten: FloatArray
     """Bytes of state that the forward writes; recomputation needs a copy of the old state for each micro-batch."""
@@ -102,7 +102,7 @@ class BoundaryBytes:
     unsaved_output: FloatArray
     """Part of the output that no layer saves for backward."""
     unsaved_input: FloatArray
-    """Part of the input that no layer saves for backward; 0 without exact memory records."""
+    """Part of the input that no layer saves for backward; 0 if `ChainCosts.exact` is false."""
     input_alive: FloatArray
     """Part of the input that is in memory at the peak of a forward without gradients."""
     copied_input: FloatArray
@@ -113,9 +113,7 @@ class BoundaryBytes:
 class LayerMemory:
     """Bytes that one micro-batch saves in each layer, and peak memory while each layer runs.
 
-    With exact memory records, a peak includes the bytes that all earlier layers of the chain have saved. To get the
-    peak in a stage that begins with layer i, subtract `saved[:i].sum()`. The peak `no_grad` includes no saved bytes.
-    Without exact memory records, all peaks are only temporary memory.
+    If `ChainCosts.exact` is true, all peaks except `no_grad` include `saved` of all earlier layers of the chain.
     """
 
     saved: FloatArray
@@ -127,27 +125,22 @@ class LayerMemory:
     first_backward: FloatArray
     """Highest memory of the first micro-batch's backward, including parameter gradients of this and later layers."""
     backward: FloatArray
-    """Highest memory of a later micro-batch's backward. It includes the gradients of later layers' autocast copies,
-    but no parameter gradients."""
-    end_twice_first: FloatArray
-    """Bytes of the layer's output and of the output's gradient in `first_backward`.
-
-    They are subtracted if a stage ends with the layer, because they also count as buffers of the executor.
-    """
-    end_twice: FloatArray
-    """Bytes of the layer's output and of the output's gradient in `backward`."""
+    """Highest memory of the backward of any other micro-batch, without parameter gradients."""
+    output_in_first_backward: FloatArray
+    """Bytes of the layer's output and of the output's gradient that `first_backward` includes."""
+    output_in_backward: FloatArray
+    """Bytes of the layer's output and of the output's gradient that `backward` includes."""
     attributes: FloatArray
     """Bytes of tensors in plain attributes of modules, which exist during the whole step."""
     renewed: FloatArray
-    """Part of `attributes` that each forward replaces. The tensors of a forward exist as long as its activations."""
+    """Part of `attributes` that each micro-batch in flight stores for itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SplitBackwardCosts:
     """Time and memory of each layer's input-gradient pass (I) and weight-gradient pass (W).
 
-    With exact memory records (`MemoryDetail`), a peak includes the bytes that other layers of the chain store at this
-    time. Without these records, a peak is the temporary memory of the layer.
+    If `ChainCosts.exact` is true, a peak includes the bytes that other layers of the chain store at this time.
     """
 
     input_us: FloatArray
@@ -159,15 +152,15 @@ class SplitBackwardCosts:
     first_input: FloatArray
     """Highest memory of the first micro-batch's I, including the parameter gradients that I allocates."""
     input: FloatArray
-    """Highest memory of a later I."""
+    """Highest memory of the I of any other micro-batch."""
     end_first_input: FloatArray
-    """Peak memory of the first I if a stage ends with the layer, without the output and the output's gradient."""
+    """`first_input` for the last layer of a stage. The output and the output's gradient are not included."""
     end_input: FloatArray
-    """Peak memory of a later I if a stage ends with the layer, without the output and the output's gradient."""
+    """`input` for the last layer of a stage. The output and the output's gradient are not included."""
     first_weight: FloatArray
-    """Highest memory of the first W, including the parameter gradients that W allocates."""
+    """Highest memory of the first micro-batch's W, including the parameter gradients that W allocates."""
     weight: FloatArray
-    """Highest memory of a later W, including the gradients of later layers' autocast copies."""
+    """Highest memory of the W of any other micro-batch."""
 
 
 class StageMemoryModel(Protocol):
@@ -177,7 +170,7 @@ class StageMemoryModel(Protocol):
     """
 
     def parts(self, s: "StageTable", recompute: Recompute, *, in_flight: int) -> "MemoryParts":
-        """Return the parts of each stage's memory.
+        """Return the memory of each stage, by allocation.
 
         Args:
             s: Stages, by first and last layer.
@@ -247,7 +240,7 @@ class ChainCosts:
     is_split_backward_assumed: bool
     """True if costs of split backwards are assumed, not measured."""
     exact: bool
-    """True if `memory` comes from exact memory records; else `memory` is an upper bound."""
+    """True if `memory` is computed from a `MemoryDetail` of each layer; else `memory` is an upper bound."""
     memory_model: LayerMemoryModel | None
     """Memory model from a package outside `core`; None if the memory model of this package applies."""
     storages: Storages

@@ -2,7 +2,7 @@
 
     peak = max over t of sum over v of (always[v] + sum over p of counts[t, v, p] * parts[v, p])
 
-    t    point in the step    v    chunk of the device, 0 to V-1    p    part, one of `PARTS`
+    t    point in the step    v    chunk of the device, 0 to V-1    p    part: an allocation, one of `PARTS`
 
 Each chunk is a stage with the parts of `planner.core.cost.parts`. `counts` follow from the device's instruction list
 (`planner.core.cost.peak_points`). Differences from a device with one stage:
@@ -10,7 +10,7 @@ Each chunk is a stage with the parts of `planner.core.cost.parts`. `counts` foll
 - Every part is rounded to whole bytes, so that the memory of the chunks in a plan adds up to the device's peak.
 - Parameters that two chunks share count once. A tensor that one chunk passes to the next chunk on the same device also
   counts once (`shared_bytes`, `subtract_shared`).
-- A profile of compiled programs is treated as a profile without exact memory records (`MemoryDetail`).
+- A profile of compiled programs is treated as a profile without `MemoryDetail`.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -58,12 +58,12 @@ class ChunkMemory(NamedTuple):
     always: StageMemory
     """Bytes that exist during the whole step, by component."""
     parts: FloatArray
-    """Bytes of each memory part (`PARTS`), shape (parts,)."""
+    """Bytes of one allocation of each kind (`PARTS`), shape (parts,)."""
 
     def without(self, shared: "SharedBytes", *, exact: bool) -> "ChunkMemory":
         """Return the memory of this chunk without bytes that another chunk of the device also stores.
 
-        `shared` has these bytes, in arrays of shape (1, 1). `exact` is true for costs from exact memory records.
+        `shared` has these bytes, in arrays of shape (1, 1). `exact` is `ChainCosts.exact`.
         """
         _, parts = subtract_shared(np.zeros((1, 1)), self.parts[None, None], shared, exact=exact)
         left = dict(self.always.items())
@@ -73,31 +73,27 @@ class ChunkMemory(NamedTuple):
 
 
 class ChunkMemoryFunction(NamedTuple):
-    """Memory of a chunk for any choice of recomputed layers; arrays have one entry for each memory part (`PARTS`).
+    """Memory of a chunk for any choice of recomputed layers; arrays have one entry per kind of allocation (`PARTS`).
 
-        bytes of a part = max(least, rest + saved * S) + P
+    bytes of an allocation = max(least, rest + saved * S) + P
 
-        S        bytes that one micro-batch saves for its backward
-        P        peak memory while a layer runs; 0 for parts without a peak
-        least    lower bound of the part without P
-        rest     bytes of the part that belong neither to S nor to P
-        saved    number of micro-batches whose S is included in the part
-
-    S and P depend on the choice of recomputed layers. The fields of this class do not.
+    S        bytes that one micro-batch saves for its backward; depends on the choice
+    P        peak memory while a layer runs; depends on the choice
+    least    lower bound of the bytes without P
+    rest     bytes that belong neither to S nor to P
+    saved    number of micro-batches in the allocation
     """
 
     always: float
     """Bytes that exist during the whole step."""
     least: FloatArray
-    """Lower bound of each part without P, in bytes; it applies if S is small."""
     rest: FloatArray
     saved: IntArray
-    """Number of times that S is included in each part."""
     peak: IntArray
-    """For each part, index of the field of `LayerPeaks` that is P; -1 for parts without a peak."""
+    """For each kind of allocation, index of the field of `LayerPeaks` that is P; -1 if P is 0."""
 
     def parts(self, saved: FloatArray | float, peaks: FloatArray) -> FloatArray:
-        """Return the bytes of each memory part (`PARTS`), shape (..., parts).
+        """Return the bytes of one allocation of each kind (`PARTS`), shape (..., parts).
 
         Args:
             saved: Bytes S that one micro-batch saves, shape (..., 1).
@@ -109,7 +105,7 @@ class ChunkMemoryFunction(NamedTuple):
     def without(self, shared: "SharedBytes", *, exact: bool) -> "ChunkMemoryFunction":
         """Return the memory of this chunk without bytes that another chunk of the device also stores.
 
-        `shared` has these bytes, in arrays of shape (1, 1). `exact` is true for costs from exact memory records.
+        `shared` has these bytes, in arrays of shape (1, 1). `exact` is `ChainCosts.exact`.
         """
         always, least = subtract_shared(np.full((1, 1), self.always), self.least[None, None], shared, exact=exact)
         _, rest = subtract_shared(np.zeros((1, 1)), self.rest[None, None], shared, exact=exact)
@@ -197,7 +193,7 @@ def chunk_memory_function(
 
 
 def part_bytes_of_stages(stages: StageTable, recompute: Recompute) -> FloatArray:
-    """Return the permanent bytes of each stage, then the bytes of each memory part (`PARTS`), as whole numbers.
+    """Return the permanent bytes of each stage, then the bytes of each kind of allocation (`PARTS`), as whole numbers.
 
     The shape is (1 + parts, first layers, last layers). If `recompute` is `layers`, `stages` must come from
     `with_recomputed_layers`.
@@ -250,11 +246,11 @@ def _devices(num_stages: int, num_devices: int, placement: Placement) -> IntArra
 
 
 def most_shared_input_bytes(costs: ChainCosts, counts: IntArray | FloatArray) -> float:
-    """Return an upper bound of the bytes that a device's stages have received from each other at a point in the step.
+    """Return an upper bound of the stored input bytes that come from another stage of the same device.
 
     Args:
         costs: Costs of the layers.
-        counts: Number of memory parts of each kind (`PARTS`) on the device at this point, shape (parts,).
+        counts: Number of allocations of each kind (`PARTS`) on the device at one point in the step, shape (parts,).
     """
     largest = float(np.rint(costs.boundaries.input.max())) if costs.exact else 0.0
     return largest * float(counts[[_PLACE[name] for name in _WITH_INPUT]].sum())
@@ -266,10 +262,10 @@ def subtract_shared(
     """Return the memory of stages without bytes that another stage on the same device also stores.
 
     Args:
-        always: Permanent bytes, shape (partitions, stages); without exact memory records, they include gradients.
-        parts: Bytes of each memory part (`PARTS`), shape (partitions, stages, parts).
+        always: Permanent bytes, shape (partitions, stages).
+        parts: Bytes of one allocation of each kind (`PARTS`), shape (partitions, stages, parts).
         shared: Bytes to subtract.
-        exact: True if the costs come from exact memory records.
+        exact: `ChainCosts.exact`.
 
     Returns:
         `always` and `parts` after the subtraction.
@@ -279,6 +275,7 @@ def subtract_shared(
     if exact:
         parts[..., _PLACE["gradients"]] -= shared.gradients
         parts[..., _PLACES_WITH_INPUT] = np.maximum(parts[..., _PLACES_WITH_INPUT] - shared.received[..., None], 0.0)
+    # Without a `MemoryDetail` of each layer, gradients are permanent.
     return always - shared.parameters - shared.optimizer - (0.0 if exact else shared.gradients), parts
 
 
@@ -286,7 +283,7 @@ def counts_with_permanent_bytes(counts: Sequence[FloatArray]) -> FloatArray:
     """Return the counts of all devices as one array for `device_peaks`, with a count for the permanent bytes.
 
     Args:
-        counts: Number of memory parts of each kind (`PARTS`) at each point in the step; one array of shape (points,
+        counts: Number of allocations of each kind (`PARTS`) at each point in the step; one array of shape (points,
             chunks, parts) per device.
 
     Returns:
@@ -305,8 +302,8 @@ def device_peaks(stages: FloatArray, counts: FloatArray) -> FloatArray:
     """Return the peak memory of each device in bytes, for several partitions.
 
     Args:
-        stages: Permanent bytes of the stages of each device, then bytes of each memory part (`PARTS`); shape
-            (partitions, devices, chunks, 1 + parts).
+        stages: Permanent bytes of each stage, then bytes of each kind of allocation (`PARTS`); shape (partitions,
+            devices, chunks, 1 + parts).
         counts: Result of `counts_with_permanent_bytes`.
 
     Returns:
@@ -325,11 +322,10 @@ def device_peaks_by_choice(stages: FloatArray, choices: IntArray, counts: FloatA
     """Return the peak memory of a device in bytes, for each combination of recompute choices of its stages.
 
     Args:
-        stages: For each recompute choice, partition and chunk, the permanent bytes, then the bytes of each memory part
-            (`PARTS`); shape (choices, partitions, chunks, 1 + parts).
-        choices: Recompute choices of the device's stages, one combination per row; shape (combinations, chunks).
-        counts: At each point in the step, a 1 for the permanent bytes, then the number of memory parts of each kind;
-            shape (points, chunks, 1 + parts).
+        stages: Permanent bytes of each stage, then bytes of each kind of allocation (`PARTS`); shape (choices,
+            partitions, chunks, 1 + parts).
+        choices: Combinations of recompute choices, as indices into `stages`; shape (combinations, chunks).
+        counts: Result of `counts_with_permanent_bytes` for the device, shape (points, chunks, 1 + parts).
 
     Returns:
         Bytes, shape (partitions, combinations).
@@ -351,7 +347,7 @@ def chunk_memory_at_peak(
 
     Args:
         chunks: Chunks of the device.
-        counts: Number of memory parts of each kind (`PARTS`) at each point in the step, shape (points, chunks, parts).
+        counts: Number of allocations of each kind (`PARTS`) at each point in the step, shape (points, chunks, parts).
         reserve_bytes: Memory reserve of the device, counted in the first chunk.
     """
     parts = np.stack([chunk.parts for chunk in chunks])
@@ -367,10 +363,10 @@ def chunk_memory_at_peak(
 
 
 def bytes_by_component(parts: FloatArray) -> FloatArray:
-    """Return the bytes of each memory part (`PARTS`) by the components that a plan lists (`ITEMS`).
+    """Return the bytes of each kind of allocation (`PARTS`) by the components that a plan lists (`ITEMS`).
 
     Args:
-        parts: Bytes of each part, as whole numbers; shape (..., parts).
+        parts: Bytes of one allocation of each kind, as whole numbers; shape (..., parts).
 
     Returns:
         Shape (..., parts, components). The sum over the components is `parts`.

@@ -10,26 +10,26 @@ stage in order, with
 The bytes of a layer are
 
     f          peak of its forward
-    b          peak of its backward, including the gradient of its output
     n          peak of its forward without gradients
     g          gradient of its output
+    b          peak of its backward, including g
     c          copy of its input, if the layer writes into its input
     w          copy of the state that its forward changes
 
-With exact memory records:
+If each layer has a `MemoryDetail`:
 
                       not recomputed                           recomputed
     forward           held + pending + f                       held + pending + c + w + n
     backward          held + b                                 held + pending + c + max(w + g + f, b)
-    added to held     internal bytes, and the part of its      pending, c, w, and the part of its output
-                      output that it or a later layer saves    that a later layer saves
+    added to held     its own saved tensors, and the part of   pending, c, w, and the part of its output
+                      its output that a layer saves            that a later layer saves
 
 The maximum is over the repeated forward (w + g + f) and the backward that follows it (b).
 
-The backward of a layer that is not recomputed runs without pending storages: they are freed by then.
+If a layer is not recomputed, its pending storages are freed before its backward.
 
-Without exact memory records, each peak is temporary memory on top of all saved memory. If a layer is recomputed, its
-peak also includes its saved bytes or its output, whichever is larger.
+Otherwise, each peak is temporary memory on top of all saved memory. If a layer is recomputed, its peak also includes
+its saved bytes or its output, whichever is larger.
 
 Sizes are rounded to whole bytes before they are added, so that sums do not depend on the order of addition.
 """
@@ -54,15 +54,13 @@ FORWARD, FIRST_BACKWARD, BACKWARD = 0, 1, 2
 
 
 class LayerPeaks(NamedTuple):
-    """Peak memory of each layer's forward, first backward and later backwards, in whole bytes.
-
-    A peak does not include what earlier layers have saved. If layers have no exact memory records, all three arrays are
-    equal: the temporary memory of each layer.
-    """
+    """Peak memory of each layer in whole bytes, without the bytes that earlier layers have saved."""
 
     forward: FloatArray
     first_backward: FloatArray
+    """Peak in the backward of the step's first micro-batch, which allocates the gradients."""
     backward: FloatArray
+    """Peak in the backward of any other micro-batch."""
 
 
 class PendingStorage(NamedTuple):
@@ -71,7 +69,7 @@ class PendingStorage(NamedTuple):
     until: int
     """Index of the last layer that reads the storage."""
     bytes: tuple[float, float]
-    """Bytes that the creating layer does not save: first if it is not recomputed, then if it is recomputed."""
+    """Bytes that the layer does not save: entry 0 without recomputation of the layer, entry 1 with recomputation."""
 
 
 Bytes = TypeVar("Bytes", float, FloatArray)
@@ -79,16 +77,14 @@ Bytes = TypeVar("Bytes", float, FloatArray)
 
 
 class SavedAndPeaks(NamedTuple, Generic[Bytes]):
-    """Bytes that one micro-batch saves in a stage, and the stage's peak memory in forward and backward.
-
-    The stage may recompute some of its layers.
-    """
+    """Bytes that one micro-batch saves in a stage, and the stage's peak memory in forward and backward."""
 
     saved: Bytes
     forward: Bytes
     first_backward: Bytes
+    """Peak memory of the backward of the step's first micro-batch, which allocates the gradients."""
     backward: Bytes
-    """Peak memory of the backward of any micro-batch after the first."""
+    """Peak memory of the backward of any other micro-batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,19 +94,20 @@ class StageLayers:
     first: int
     end: int
     stacked: bool
-    """True if peaks add to the saved bytes of earlier layers; False if they add to those of all layers of the stage."""
+    """True if peaks add to the saved bytes of earlier layers; False if to the saved bytes of all layers of the stage.
+    """
     peaks: LayerPeaks
     """Arrays of shape (2, end - first). Row 0: the layer is not recomputed; row 1: it is recomputed."""
     held: FloatArray
-    """Bytes that each layer saves, without pending storages; shape and rows as in `peaks`."""
+    """Bytes that each layer saves, without storages in `pending`; shape and rows as in `peaks`."""
     pending: tuple[tuple[PendingStorage, ...], ...]
     """Storages that each layer creates for later layers."""
     can_recompute: BoolArray
     """True for layers that can be recomputed: those with a backward; shape (end - first,)."""
     passed: FloatArray
-    """Bytes of the stage's copied input that no layer saves and that the layer or a later layer receives.
+    """Entry i: unsaved bytes of the stage's copied input that layer `first + i` or a later layer needs; entry 0 is 0.
 
-    Shape (end - first + 1,). Entry 0 is 0; the last entry is for the end of the stage.
+    Shape (end - first + 1,).
     """
 
     @classmethod
@@ -204,7 +201,7 @@ def saved_and_peaks_without_recomputation(
 ) -> tuple[FloatArray, LayerPeaks]:
     """Return the saved bytes and peaks of stages that recompute no layer.
 
-    The forward peak is that of a forward with or without gradients, whichever is smaller.
+    The forward peak is the smaller one of the peaks with and without gradients.
 
     Args:
         costs: Costs of the layers at the plan's micro-batch size.
@@ -247,16 +244,17 @@ def saved_and_peaks_without_recomputation(
     at_end = np.where(casts_through > casts[first], at_end, 0.0)
 
     def peak_backward(
-        peaks: FloatArray, later_bytes: FloatArray, end_twice: FloatArray, backward: Backward
+        peaks: FloatArray, later_bytes: FloatArray, output_bytes: FloatArray, backward: Backward
     ) -> FloatArray:
         tops = before[layers] + (peaks - later_bytes)[layers]
-        highest = passing.peak_backward(tops, np.rint(end_twice)[layers], backward)
+        highest = passing.peak_backward(tops, np.rint(output_bytes)[layers], backward)
         return highest + later_bytes[layer] + copied[first] - before[first]
 
     return saved, LayerPeaks(
         highest(saved_before + forward),
-        peak_backward(first_backward, through, costs.memory.end_twice_first, "first") + output,
-        np.maximum(peak_backward(backward, casts[1:], costs.memory.end_twice, "later"), at_end - passing.all) + output,
+        peak_backward(first_backward, through, costs.memory.output_in_first_backward, "first") + output,
+        np.maximum(peak_backward(backward, casts[1:], costs.memory.output_in_backward, "later"), at_end - passing.all)
+        + output,
     )
 
 
@@ -277,11 +275,11 @@ def _peaks(costs: ChainCosts, first: int, end: int, copied: FloatArray, own_copy
     later = np.stack([own_copy + backward, copied + np.maximum(recomputing, backward)]) + suffix_sums(casts)
     later += waiting_gradients_in_stage(costs, "later", first, end)
     later += own_output - counted_twice
-    later[KEEP, -1] -= np.rint(costs.memory.end_twice[end - 1])
+    later[KEEP, -1] -= np.rint(costs.memory.output_in_backward[end - 1])
     sooner = np.stack([own_copy + first_backward, copied + np.maximum(recomputing, first_backward)])
     sooner += suffix_sums(gradients)
     sooner += own_output - counted_twice + waiting_gradients_in_stage(costs, "first", first, end)
-    sooner[KEEP, -1] -= np.rint(costs.memory.end_twice_first[end - 1])
+    sooner[KEEP, -1] -= np.rint(costs.memory.output_in_first_backward[end - 1])
     if casts.any():
         # At the end of the backward, the stage holds nothing except a copy of its input.
         of_copies = casts.sum() - shared_cast_bytes(costs, np.array(first), np.array(end - 1))[0, 0]
@@ -306,8 +304,8 @@ def recomputed_backward_peaks(costs: ChainCosts) -> tuple[FloatArray, FloatArray
     """Return the peak memory of each layer's first backward under autocast, if the layer is recomputed.
 
     Returns:
-        Peak of each layer, including the gradients of all later layers of the chain; and the bytes of gradients of the
-        layers 0 to i, for each layer i.
+        Peak of each layer, including the gradients of all later layers of the chain; and the cumulative sums of the
+        layers' gradient bytes.
     """
     # Gradients of autocast's weight copies exist until the stage's backward ends.
     uncopied = np.maximum(costs.gradients - 2 * costs.state.casts, 0.0)

@@ -176,7 +176,7 @@ def peak_bytes_of_stages(
         firsts: First layers, ascending.
         lasts: Slice of last layers; or a number n, for stages of 1 to n layers.
         points: Points in the step at which the stages may have their peak.
-        choices: Recompute choices except `layers`.
+        choices: Recompute choices; `layers` is not allowed.
     """
     if "layers" in choices:
         raise ValueError("`layers` differs from stage to stage: use `stage_memory`")
@@ -204,18 +204,17 @@ def _peaks(stages: StageTable, points: PeakPoints, recompute: Recompute) -> Floa
 
 
 class StageMemoryFunction(NamedTuple):
-    """Memory of many stages at one point in the step, in bytes, for any choice of recomputed layers.
+    """Memory of many stages at one point in the step, in bytes, as a function of a `SavedAndPeaks` s.
 
-    Memory is `fixed + weight * saved`, plus the peak that `peak` selects. `saved` and the peaks are a `SavedAndPeaks`.
+    Memory is `fixed + weight * s.saved`, plus the peak of s that `peak` selects.
     """
 
     fixed: FloatArray
-    """Bytes that do not depend on the recomputed layers, such as parameters and optimizer state; one row per first
-    layer, one column per last layer."""
+    """Bytes that do not depend on the recomputed layers; one row per first layer, one column per last layer."""
     weight: int
-    """Number of times that the saved bytes count."""
+    """Number of micro-batches with saved activations."""
     peak: int | None
-    """Position in `LayerPeaks` of the peak that is added; None if none is added."""
+    """Index of the peak in `LayerPeaks`; None to add no peak."""
 
 
 def stage_memory_functions(

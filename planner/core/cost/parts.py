@@ -1,4 +1,4 @@
-"""Compute the parts of a stage's memory. A part is a group of bytes that are allocated and freed together.
+"""Compute the parts of a stage's memory. A part is an allocation, such as the activations of one micro-batch.
 
 The letters are those of docs/cost-model.md, for one micro-batch unless noted:
 
@@ -13,7 +13,7 @@ The letters are those of docs/cost-model.md, for one micro-batch unless noted:
     A = I + S + R    micro-batch that waits with its activations
     E = I + O + J    micro-batch that waits to be recomputed
 
-Parts of a stage in the middle, from exact memory records:
+Parts of a stage in the middle, if each layer has a `MemoryDetail`:
 
                 not recomputed          recomputed
     held        A                       E
@@ -27,8 +27,8 @@ The first backward and the last micro-batch have parts of their own. G, T, O' an
 a split backward, each pass has its own peaks, and `weight_held` is what a micro-batch stores between the passes.
 `planner.core.cost.peak_points` counts the parts at each point in the step.
 
-Without exact memory records, the parts are an upper bound: the sum of all bytes that may exist. Compiled layers have a
-memory model of their own (`planner.core.cost.chain_costs.LayerMemoryModel`).
+Otherwise, the parts are an upper bound: the sum of all bytes that may exist. Compiled layers have a memory model of
+their own (`planner.core.cost.chain_costs.LayerMemoryModel`).
 """
 
 from collections.abc import Iterator, Mapping
@@ -54,31 +54,31 @@ from planner.core.values.plan import ITEMS, Item, Recompute
 
 @dataclass(frozen=True, slots=True)
 class PartSize:
-    """Size of one part of a stage's memory (one of `PARTS`), for many stages at once.
+    """Size of one allocation (one of `PARTS`) in many stages.
 
-    `saved` and `peak` apply to the recompute choice `layers`.
+    `saved` and `peak` are only used if stages recompute single layers.
     """
 
     items: Mapping[Item, FloatArray]
     """Bytes by memory component."""
     saved: int = 0
-    """Number of micro-batches whose saved bytes are part of `items`."""
+    """Number of micro-batches in the allocation that have saved their activations."""
     peak: int | None = None
-    """Index in `LayerPeaks` of the peak that is part of `items`; None if `items` includes no peak."""
+    """Index in `LayerPeaks` of the peak that the allocation includes; None if it includes no peak."""
 
     @property
     def total(self) -> FloatArray | float:
-        """Bytes of the part, summed over the components."""
+        """Bytes of the allocation, summed over the components."""
         return sum(self.items.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryParts:
-    """Memory of many stages: permanent bytes, and parts that exist only at some points in the step."""
+    """Memory of many stages: permanent bytes, and allocations that exist only at some points in the step."""
 
     always: Mapping[Item, FloatArray]
     sizes: Mapping[PartName, PartSize]
-    """Size of each part; parts of 0 bytes may be left out."""
+    """Size of each allocation; allocations of 0 bytes may be left out."""
     last_differs: bool
     """True if all micro-batches are recomputed, except the last one (`except-last`)."""
 
@@ -102,7 +102,7 @@ class MemoryParts:
         """Return the memory of the stage of a `single_stage_table` by component.
 
         Returns:
-            Permanent bytes, in the order of `ITEMS`; and the bytes of each memory part, one row for each of `PARTS`,
+            Permanent bytes, in the order of `ITEMS`; and the bytes of each allocation, one row for each of `PARTS`,
             one column for each of `ITEMS`.
         """
         always, sizes = np.zeros(len(ITEMS)), np.zeros((len(PARTS), len(ITEMS)))
@@ -114,7 +114,7 @@ class MemoryParts:
         return always, sizes
 
     def totals(self, shape: tuple[int, int]) -> FloatArray:
-        """Return the permanent bytes of each stage, then the bytes of each memory part (`PARTS`), as whole numbers.
+        """Return the permanent bytes of each stage, then the bytes of each allocation (`PARTS`), as whole numbers.
 
         `shape` is the shape of the `StageTable`. The result has the shape (1 + parts, *shape).
         """
@@ -124,7 +124,7 @@ class MemoryParts:
 
 
 def stage_memory_parts(stages: StageTable, recompute: Recompute, *, in_flight: int) -> MemoryParts:
-    """Return the memory parts of stages that each have a device to themselves.
+    """Return the memory of stages by allocation, if each stage has a device to itself.
 
     Args:
         stages: The stages; if `recompute` is `layers`, a result of `with_recomputed_layers`.
@@ -136,12 +136,12 @@ def stage_memory_parts(stages: StageTable, recompute: Recompute, *, in_flight: i
     parts = memory_parts_on_shared_device(stages, recompute)
     if stages.exact or "message" not in parts.sizes:
         return parts
-    # Without exact memory records this is an upper bound: a message may exist during every action.
+    # Without a `MemoryDetail` of each layer this is an upper bound: a message may exist during every action.
     return replace(parts, sizes={**parts.sizes, **dict.fromkeys((*FORWARDS, *BACKWARDS), parts.sizes["message"])})
 
 
 def memory_parts_on_shared_device(stages: StageTable, recompute: Recompute) -> MemoryParts:
-    """Return the memory parts of stages that share their device with other stages."""
+    """Return the memory of stages by allocation, if stages share their device with other stages."""
     return (_exact if stages.exact else _additive)(stages, _in_effect(stages, recompute))
 
 
@@ -272,14 +272,14 @@ def running_part(
     saved: int = 0,
     peak: int | None = None,
 ) -> PartSize:
-    """Return the size of a memory part that exists only while an action runs.
+    """Return the size of an allocation that exists only while an action runs.
 
     Args:
-        in_flight: Bytes that count as the component `in_flight`: the micro-batch's activations.
-        working: Bytes that count as the component `working`: temporary tensors.
+        in_flight: Bytes of the component `in_flight`: the micro-batch's activations.
+        working: Bytes of the component `working`: temporary tensors.
         transfer: Bytes of transfer buffers, if any.
-        saved: `PartSize.saved` of the result.
-        peak: `PartSize.peak` of the result.
+        saved: Number of micro-batches in the allocation that have saved their activations.
+        peak: Index in `LayerPeaks` of the peak that `working` includes; None if it includes no peak.
     """
     items: dict[Item, FloatArray] = {"in_flight": in_flight, "working": working}
     return PartSize(items if transfer is None else {**items, "transfer": transfer}, saved, peak)
@@ -294,15 +294,15 @@ def build_memory_parts(
     output_gradient: FloatArray,
     running: Mapping[PartName, PartSize],
 ) -> MemoryParts:
-    """Return all memory parts of stages.
+    """Return the memory of stages by allocation.
 
     Args:
         s: The stages.
         recompute: Recompute choice of the stages.
-        waiting: Size of a micro-batch that waits for its backward.
-        last_waiting: Size of the last micro-batch while it waits.
-        output_gradient: Bytes of a received gradient while it waits for its backward.
-        running: Parts that exist only while an action runs.
+        waiting: Memory of a micro-batch between its forward and its backward.
+        last_waiting: Memory of the last micro-batch between its forward and its backward.
+        output_gradient: Bytes of a received gradient before its backward runs.
+        running: Allocations that exist only while an action runs.
     """
     always: dict[Item, FloatArray] = {**s.always, "in_flight": s.data}
     sizes: dict[PartName, PartSize] = {
@@ -315,7 +315,7 @@ def build_memory_parts(
         **running,
         "optimizer_step": PartSize({"working": s.optimizer_peak}),
     }
-    # Only exact memory records show when gradients are allocated. Otherwise they are assumed to exist all the time.
+    # Only a `MemoryDetail` shows when gradients are allocated. Otherwise they are assumed to exist all the time.
     if s.exact:
         sizes["gradients"] = PartSize({"gradients": s.gradients})
     else:

@@ -47,7 +47,7 @@ class RelayedTensors:
         """Bytes of tensors that the stage creates before its last layer and sends, and that a receiving layer saves."""
 
     def received_input_bytes(self, sizes: FloatArray, all_input: FloatArray) -> FloatArray:
-        """Return the bytes of each layer's input that come from earlier stages; shape (first layers, layers).
+        """Return the bytes of the stage's received input that each layer reads; shape (first layers, layers).
 
         Args:
             sizes: Bytes of the relayed tensors to count: `self.all`, or `self.unkept` for those that no layer saves.
@@ -56,25 +56,25 @@ class RelayedTensors:
         return np.where(self._is_first, all_input, _one_layer_later(sizes))
 
     def passed_gradients(self, ends: IntArray) -> FloatArray:
-        """Return the bytes of received gradients that are still unchanged during the backward of a layer.
+        """Return, for each layer, the bytes of received gradients that later layers of the stage pass back unchanged.
 
         Args:
             ends: Last layers of stages, consecutive and ascending.
 
         Returns:
-            Shape (layers, ends): layer whose backward runs, last layer of its stage. If all bytes are 0, the shape may
-            be (1, 1).
+            Shape (layers, ends); or (1, 1) if all bytes are 0.
         """
         return _spanning(*self._relays, self._layers, ends)
 
-    def peak_backward(self, peaks: FloatArray, end_twice: FloatArray, backward: Backward | None = None) -> FloatArray:
+    def peak_backward(
+        self, peaks: FloatArray, output_bytes: FloatArray, backward: Backward | None = None
+    ) -> FloatArray:
         """Return the peak memory of each stage's backward, without the stage's output and the output's gradient.
 
         Args:
             peaks: Peak memory of each layer's backward.
-            end_twice: Bytes of the layer's output and of the output's gradient in `peaks`.
-            backward: `first` or `later` micro-batch, to add the gradients that wait in its backward
-                (`WaitingGradients`); None to add none.
+            output_bytes: Bytes of each layer's output and of the output's gradient, which `peaks` includes.
+            backward: Micro-batch, `first` or `later`, for which to add `WaitingGradients`; None to add none.
 
         Returns:
             Bytes, shape (first layers, last layers).
@@ -84,14 +84,14 @@ class RelayedTensors:
         before_end = np.concatenate(
             [self._peak_before_last_layer(peaks, slice(n, n + _BLOCK), backward) for n in blocks], axis=1
         )
-        at_end = peaks - end_twice - self.kept + self._waiting_at_end(backward)
+        at_end = peaks - output_bytes - self.kept + self._waiting_at_end(backward)
         highest = np.maximum(before_end, at_end) - self.all
         return np.where(inside, highest, 0.0)
 
     def peak_weight_backward(self, peaks: FloatArray, backward: Backward) -> FloatArray:
         """Return the peak memory of each stage's weight-gradient pass (W), shape (first layers, last layers).
 
-        `peaks` has the peak memory of each layer's W. `backward` is the micro-batch: the first one or a later one.
+        `peaks` has the peak memory of each layer's W. `backward` is the micro-batch: `first` or `later`.
         """
         # Gradients of a shared parameter wait until all layers that use the parameter have run W.
         running = np.maximum.accumulate(np.where(self._is_first | self._after_first, peaks, 0.0), axis=1)
@@ -147,17 +147,19 @@ class NoRelayedTensors:
     def received_input_bytes(self, _sizes: FloatArray, all_input: FloatArray) -> FloatArray:
         return np.where(self._is_first, all_input, 0.0)  # only a stage's first layer has input from earlier stages
 
-    def peak_backward(self, peaks: FloatArray, end_twice: FloatArray, _backward: Backward | None = None) -> FloatArray:
+    def peak_backward(
+        self, peaks: FloatArray, output_bytes: FloatArray, _backward: Backward | None = None
+    ) -> FloatArray:
         """Return the peak memory of each stage's backward; see `RelayedTensors.peak_backward`.
 
         Args:
             peaks: Peak memory of each layer's backward, in bytes.
-            end_twice: Bytes of the layer's output and of the output's gradient in `peaks`.
+            output_bytes: Bytes of each layer's output and of the output's gradient, which `peaks` includes.
             _backward: Ignored.
         """
         highest = np.maximum.accumulate(np.where(self._inside, peaks, -np.inf), axis=1)
         before_end = np.concatenate([np.full((len(highest), 1), -np.inf), highest[:, :-1]], axis=1)
-        return np.where(self._inside, np.maximum(before_end, peaks - end_twice), 0.0)
+        return np.where(self._inside, np.maximum(before_end, peaks - output_bytes), 0.0)
 
 
 def has_no_skips_or_ties(costs: ChainCosts) -> bool:

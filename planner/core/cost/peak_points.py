@@ -174,18 +174,18 @@ def _warm_up_and_alternate(m: int, n: int, *, last_differs: bool) -> Iterator[Pa
 
 
 class PartCounts(NamedTuple):
-    """Number of memory parts of each kind (`PARTS`) on a device; shape (actions, chunks, parts)."""
+    """Number of allocations of each kind (`PARTS`) on a device; shape (actions, chunks, parts)."""
 
     during: IntArray
     """Counts while an action runs."""
-    message: IntArray
-    """Counts while an action runs; for the last backward of a stage, counts while gradients are sent to replicas."""
+    sending: IntArray
+    """Counts while the last backward of a stage sends gradients to other replicas; `during` for other actions."""
     after: IntArray
     """Counts between each action and the next one."""
 
 
 class CountChanges(NamedTuple):
-    """Changes of a device's counts of memory parts (`PARTS`) by one action.
+    """Changes of a device's counts of allocations (`PARTS`) by one action.
 
     `before` and `after` contain pairs of numbers i, n: add n to count i. The counts of chunk 0 come first, in the order
     of `PARTS`, then those of chunk 1, and so on.
@@ -194,14 +194,14 @@ class CountChanges(NamedTuple):
     before: tuple[int, ...]
     """Changes between the previous action and this one, including transfers."""
     running: tuple[int, ...]
-    """Index of the part that exists only while the action runs. For a stage's last backward, the index of `message` or
-    `weight_message` follows."""
+    """Index of the count that is 1 only while the action runs. The last backward of a stage has a second index, for the
+    time when it sends gradients to other replicas."""
     after: tuple[int, ...]
     """Changes at the end of the action."""
 
 
 def part_count_changes(actions: Sequence[Sequence[Action]]) -> tuple[tuple[CountChanges, ...], ...]:
-    """Return each device's changes of part counts: by each action, then by the optimizer's step of each chunk."""
+    """Return, for each device, the changes by each of its actions, then by the optimizer's step of each chunk."""
     return tuple(tuple(_PartCounter(row, last).changes(program)) for row, program, last in _programs(actions))
 
 
@@ -211,7 +211,7 @@ def _programs(actions: Sequence[Sequence[Action]]) -> Iterator[tuple[Any, tuple[
 
 
 def part_counts(actions: Sequence[Sequence[Action]]) -> tuple[PartCounts, ...]:
-    """Return, for each device, the number of memory parts of each kind (`PARTS`) during and after every action."""
+    """Return, for each device, the number of allocations of each kind (`PARTS`) during and after every action."""
     chunks = len({action.stage for action in actions[0]})
     return tuple(_counts(changes[:-chunks], chunks) for changes in part_count_changes(actions))
 
@@ -219,12 +219,12 @@ def part_counts(actions: Sequence[Sequence[Action]]) -> tuple[PartCounts, ...]:
 def _counts(changes: Sequence[CountChanges], chunks: int) -> PartCounts:
     before, after = (_dense(rows, chunks) for rows in ([c.before for c in changes], [c.after for c in changes]))
     between = np.cumsum(before + after, axis=0) - after
-    during, message = between.copy(), between.copy()
+    during, sending = between.copy(), between.copy()
     rows = np.arange(len(changes))
     during[rows, [change.running[0] for change in changes]] = 1
-    message[rows, [change.running[-1] for change in changes]] = 1
+    sending[rows, [change.running[-1] for change in changes]] = 1
     shape = len(changes), chunks, len(PARTS)
-    return PartCounts(during.reshape(shape), message.reshape(shape), (between + after).reshape(shape))
+    return PartCounts(during.reshape(shape), sending.reshape(shape), (between + after).reshape(shape))
 
 
 def _dense(rows: Sequence[tuple[int, ...]], chunks: int) -> IntArray:
@@ -359,7 +359,7 @@ class _PartCounter:
 
 @lru_cache(maxsize=1024)
 def peak_part_counts(actions: tuple[tuple[Action, ...], ...]) -> tuple[IntArray, ...]:
-    """Return, for each device, the number of memory parts of each kind (`PARTS`) at points where its memory may peak.
+    """Return, for each device, the number of allocations of each kind (`PARTS`) at points where its memory may peak.
 
     Shape (points, chunks, parts). A point is left out if another point has at least as many parts of every kind.
     """
@@ -367,7 +367,7 @@ def peak_part_counts(actions: tuple[tuple[Action, ...], ...]) -> tuple[IntArray,
 
 
 def part_counts_at_points(actions: tuple[tuple[Action, ...], ...]) -> Iterator[IntArray]:
-    """Yield, for each device, the number of memory parts of each kind (`PARTS`) at all points in the step.
+    """Yield, for each device, the number of allocations of each kind (`PARTS`) at all points in the step.
 
     Shape (points, chunks, parts). Points with equal counts are listed once.
     """
@@ -386,7 +386,7 @@ def _peak_part_counts(row: tuple[Action, ...], program: tuple[Instruction, ...],
 
 
 def optimizer_step_counts(chunks: int) -> IntArray:
-    """Return the number of memory parts of each kind (`PARTS`) on a device while the optimizer updates its chunks.
+    """Return the number of allocations of each kind (`PARTS`) on a device while the optimizer updates its chunks.
 
     Entry [u, c, p] is for part p of chunk c during the update of chunk u.
     """

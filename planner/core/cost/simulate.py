@@ -181,7 +181,7 @@ def makespans(
 ) -> FloatArray:
     """Return the step time of each of several partitions of a chain, in microseconds.
 
-    A step time equals `period_us` if `own_us` is given, else `last_end_us`, bit for bit.
+    This function is equal to `period_us` if `own_us` is given, else to `last_end_us`, bit for bit.
 
     Args:
         actions: Actions of each device, in order.
@@ -190,8 +190,8 @@ def makespans(
         blocking: True if a transfer keeps the receiver busy: one value per stage, or one value for all.
         own_us: Time of all-reduces and optimizer steps of each device, shape (partitions, devices); None to leave it
             out.
-        sums_us: Time of each stage's all-reduce, shape (partitions, stages). All-reduce time before the device's last
-            action ends is subtracted from `own_us`.
+        sums_us: Time of each stage's all-reduce, shape (partitions, stages). If given, the result of
+            `early_allreduces_us` is subtracted from `own_us`.
 
     Raises:
         ValueError: As in `simulate`, or the arrays' shapes differ.

@@ -2,9 +2,9 @@
 
 How memory is computed depends on what the profile has for each layer:
 
-    exact memory records              the memory of a stage follows from the records of its layers, in order
-    required fields only              upper bound: the sum of all bytes that may be stored, plus temporary memory
-    fields of another package         the package has its own memory model (`planner.core.extensions`)
+    `MemoryDetail`              the memory of a stage follows from the records of its layers, in order
+    required fields only        upper bound: the sum of all bytes that may be stored, plus temporary memory
+    `ProgramMemory` (TPU)       the memory model of the package for TPUs (`planner.core.extensions`)
 """
 
 from collections.abc import Callable, Sequence
@@ -50,7 +50,7 @@ class ProfiledLayerCosts:
 
 
 def costs_without_records(layers: Sequence[LayerProfile], n: int) -> ProfiledLayerCosts:
-    """Return upper bounds of the costs, for layers without exact memory records.
+    """Return upper bounds of the costs, for layers without `MemoryDetail`.
 
     `n` is the index of a micro-batch size in the profile.
     """
@@ -81,8 +81,8 @@ def costs_without_records(layers: Sequence[LayerProfile], n: int) -> ProfiledLay
             no_grad=saved + forward,
             first_backward=backward,
             backward=backward,
-            end_twice_first=nothing,
-            end_twice=nothing,
+            output_in_first_backward=nothing,
+            output_in_backward=nothing,
             attributes=nothing,
             renewed=nothing,
         ),
@@ -95,7 +95,7 @@ def costs_without_records(layers: Sequence[LayerProfile], n: int) -> ProfiledLay
 
 
 def costs_from_records(layers: Sequence[LayerProfile], n: int) -> ProfiledLayerCosts:
-    """Return the costs of layers that all have exact memory records (`MemoryDetail`).
+    """Return the costs of layers that all have `MemoryDetail`.
 
     `n` is the index of a micro-batch size in the profile.
     """
@@ -176,8 +176,8 @@ def _exact_levels(
         first_backward=held + first_backward - gradients_through + gradients_through[-1],
         # Gradients of autocast copies are counted in the same way, because they wait for the end of the backward.
         backward=held + backward - casts_through + casts_through[-1],
-        end_twice_first=twice(first_backward, lambda detail: detail.end_first_backward_peak_bytes),
-        end_twice=twice(backward, lambda detail: detail.end_backward_peak_bytes),
+        output_in_first_backward=twice(first_backward, lambda detail: detail.end_first_backward_peak_bytes),
+        output_in_backward=twice(backward, lambda detail: detail.end_backward_peak_bytes),
         attributes=peaks(lambda detail: detail.attribute_bytes),
         renewed=peaks(lambda detail: detail.renewed_bytes),
     )

@@ -125,12 +125,12 @@ def optimizer_slack_us(stage: StageBusyTimes | StageTimes, crossing_us: Numbers)
 
 
 def delay_with_added_stage_us(tail_us: Numbers, own_us: Numbers, slack_us: Numbers) -> FloatArray:
-    """Return the delay of the next step by all-reduces and optimizer steps, if a stage is added before all others.
+    """Return the delay of the next step by all-reduces and optimizer steps, after a stage is added at the start.
 
     Args:
-        tail_us: Delay for the pipeline without the added stage.
+        tail_us: Delay without the added stage.
         own_us: Time of the added stage's all-reduce and optimizer step.
-        slack_us: Result of the function `optimizer_slack_us` for the added stage.
+        slack_us: `optimizer_slack_us` of the added stage.
     """
     tail: FloatArray = np.maximum(own_us, np.subtract(tail_us, slack_us))
     return tail
@@ -169,10 +169,7 @@ def shared_gradient_bytes(ties: Sequence[TiedParameters], first: IntArray | int,
 
 @dataclass(frozen=True, kw_only=True)
 class ChainSums:
-    """Prefix sums of layer costs: entry i is the sum over the layers before layer i.
-
-    The sum over a stage is the difference of two entries.
-    """
+    """Prefix sums of layer costs: entry i is the sum over the layers before layer i."""
 
     costs: ChainCosts
     forward_us: FloatArray
@@ -180,9 +177,9 @@ class ChainSums:
     optimizer_us: FloatArray
     gradient_bytes: FloatArray
     has_backward: BoolArray
-    """True if a stage that ends at this cut has a backward."""
+    """Entry i: True if a stage that ends before layer i has a backward."""
     crossing_bytes: FloatArray
-    """Bytes sent over the cut for one micro-batch; 0 at both ends of the chain."""
+    """Entry i: bytes sent over the boundary before layer i for one micro-batch; 0 at both ends of the chain."""
     cluster: Cluster
     replicas: int
 

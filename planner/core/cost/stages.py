@@ -43,8 +43,7 @@ class StagePeaks:
     first_backward: FloatArray
     """Highest memory in the first micro-batch's backward, including the parameter gradients."""
     first_recomputed: FloatArray
-    """Highest memory in the first micro-batch's backward after recomputation, including gradients of autocast's weight
-    copies that are not converted yet."""
+    """Highest memory in the first micro-batch's backward after recomputation."""
     backward: FloatArray
     """Highest memory in the backward of a micro-batch after the first."""
     first_message: FloatArray
@@ -52,7 +51,7 @@ class StagePeaks:
     message: FloatArray
     """Highest memory in the last backward while gradients are sent to other replicas, if M > 1."""
     transient: FloatArray
-    """Highest temporary memory of any action; used if the profile has no exact memory records."""
+    """Highest temporary memory of any action; used if `ChainCosts.exact` is false."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -119,7 +118,7 @@ class StageTable:
     split_backward: SplitBackwardMemory | None
     """Memory with a split backward; None if not requested."""
     recomputes_layers: bool = False
-    """True if `saved` and `peaks` are for stages that recompute some of their layers."""
+    """True if the table is a result of `with_recomputed_layers`."""
 
 
 def stage_table(
@@ -142,19 +141,16 @@ def stage_table(
     return replace(stages, split_backward=builder.split_backward(stages)) if splits_backward else stages
 
 
-def with_recomputed_layers(stages: StageTable, levels: SavedAndPeaks[Any]) -> StageTable:
-    """Return a copy of a table for stages that recompute some of their layers.
-
-    `levels` has the saved bytes and peaks of these stages.
-    """
+def with_recomputed_layers(stages: StageTable, memory: SavedAndPeaks[Any]) -> StageTable:
+    """Return a copy of a table for stages that recompute some of their layers, with `memory` of these stages."""
 
     def of_all(size: FloatArray | float) -> FloatArray:
         return np.full(stages.shape, size)
 
-    first_backward, backward = of_all(levels.first_backward), of_all(levels.backward)
+    first_backward, backward = of_all(memory.first_backward), of_all(memory.backward)
     peaks = replace(
         stages.peaks,
-        forward=of_all(levels.forward),
+        forward=of_all(memory.forward),
         first_backward=first_backward,
         first_message=first_backward,
         backward=backward,
@@ -170,8 +166,8 @@ def with_recomputed_layers(stages: StageTable, levels: SavedAndPeaks[Any]) -> St
         )
     return replace(
         map_arrays(stages, _whole),
-        saved=of_all(levels.saved),
-        copied_input=np.zeros((1, 1)),  # `levels` include the copy of the input
+        saved=of_all(memory.saved),
+        copied_input=np.zeros((1, 1)),  # `memory` includes the copy of the input
         peaks=peaks,
         memory_model=map_arrays(stages.memory_model, _whole),
         split_backward=split_backward,
@@ -308,16 +304,18 @@ class StageTableBuilder:
         between: FloatArray = through[1:][self.last] - through[self.firsts][:, None]
         return between
 
-    def highest(self, levels: FloatArray) -> FloatArray:
-        """Return, for each stage, the maximum of `levels` over its layers.
+    def highest(self, per_layer: FloatArray) -> FloatArray:
+        """Return, for each stage, the maximum of `per_layer` over its layers.
 
-        `levels` has one row per first layer of a stage, or one for all, and one column per layer.
+        `per_layer` has one column per layer. Its rows are for different first layers of stages, or it has one row.
         """
-        running: FloatArray = np.maximum.accumulate(np.where(self.last >= self.first, levels, 0.0), axis=1)
+        running: FloatArray = np.maximum.accumulate(np.where(self.last >= self.first, per_layer, 0.0), axis=1)
         return running
 
-    def _highest_backward(self, level: FloatArray, end_twice: FloatArray, which: Backward | None = None) -> FloatArray:
-        return self.passing.peak_backward(level[self.columns], end_twice[self.columns], which) - self.saved_before
+    def _highest_backward(
+        self, peaks: FloatArray, output_bytes: FloatArray, which: Backward | None = None
+    ) -> FloatArray:
+        return self.passing.peak_backward(peaks[self.columns], output_bytes[self.columns], which) - self.saved_before
 
     def _sums_with_ties(self, per_layer: FloatArray, component: str) -> FloatArray:
         total = self.sums(per_layer)
@@ -339,9 +337,9 @@ class StageTableBuilder:
         # Received tensors count as the stage's input, even if a later layer of the stage reads them.
         unkept = passing.received_input_bytes(passing.unkept, edge.unsaved_input[columns])
         alive = passing.received_input_bytes(passing.all, edge.input_alive[columns])
-        backward = self._highest_backward(levels.backward, levels.end_twice, "later")
+        backward = self._highest_backward(levels.backward, levels.output_in_backward, "later")
         backward = backward - suffix_sums(casts)[self.last] + output
-        first_backward = self._highest_backward(levels.first_backward, levels.end_twice_first, "first")
+        first_backward = self._highest_backward(levels.first_backward, levels.output_in_first_backward, "first")
         first_backward = first_recomputed = first_backward - suffix_sums(costs.gradients)[self.last] + output
         if casts.any():
             backward, first_recomputed = self._with_gradients_of_casts(backward, first_backward, output)
@@ -384,7 +382,7 @@ class StageTableBuilder:
         at_end = np.where(casts > 0, waiting + casts + own_output, 0.0)
         # In a recomputed first backward, they wait as well, and gradients of parameters without a copy exist at once.
         level, through = recomputed_backward_peaks(costs)
-        highest = self._highest_backward(level, levels.end_twice) - through[-1] + through[self.last] + output
+        highest = self._highest_backward(level, levels.output_in_backward) - through[-1] + through[self.last] + output
         gradients = self._sums_with_ties(costs.gradients, "gradients")
         recomputed = np.maximum(highest, gradients + waiting / 2 + own_output)
         return np.maximum(backward, at_end), np.minimum(first_backward, recomputed)

@@ -1,6 +1,6 @@
-"""Storages that cross the boundaries of a chain, the layers that create them, and the layers that save them.
+"""Tensor storages that layers pass to later layers, the layers that create them, and the layers that save them.
 
-A storage may cross several boundaries (views, in-place layers, skip connections). It is saved if any layer saves a
+A storage may pass through several layers (views, in-place layers, skip connections). It is saved if any layer saves a
 tensor in it. It counts once, at the layer that created it. Comparisons with real allocators show that this rule is
 exact.
 """
@@ -31,9 +31,9 @@ class CrossingBytes(NamedTuple):
 
 
 def crossing_storages_without_records(layers: Sequence[LayerProfile], n: int) -> dict[tuple[int, int], CrossingBytes]:
-    """Return the storages that cross boundaries, for layers without exact memory records.
+    """Return the storages that layers pass to later layers, for layers without `MemoryDetail`.
 
-    Each layer has one output, which crosses the next boundary only. `n` is the index of a micro-batch size in the
+    Each layer has one output, which only the next layer receives. `n` is the index of a micro-batch size in the
     profile.
     """
     outputs = {}
@@ -45,7 +45,7 @@ def crossing_storages_without_records(layers: Sequence[LayerProfile], n: int) ->
 
 @dataclass(slots=True, eq=False)
 class Storage:
-    """Storage that crosses boundaries, with the layers that create, save and receive it."""
+    """Storage that layers pass to later layers, with the layers that create, save and receive it."""
 
     origin: int
     """Layer that creates the storage; -1 for the model's input."""
@@ -62,7 +62,7 @@ class Storage:
 
 
 class CrossingStorages:
-    """All storages that cross boundaries of a chain, found from exact memory records."""
+    """All storages that layers of a chain pass to later layers."""
 
     def __init__(self, details: Sequence[MemoryDetail]) -> None:
         self.details = details

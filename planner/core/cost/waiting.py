@@ -19,8 +19,8 @@ Under autocast, b's gradient is that of a low-precision copy of the parameter. G
 here, because `FixedLayerBytes.casts` counts them until the end of the backward. If a uses no copy, b's gradient is
 converted to the parameter's type before the backward of a. An embedding, for example, uses no copy.
 
-If a and b use the same copy, a has made the copy in the first forward. In the first backward, autograd converts the
-copy's gradient only when a's backward runs. Until then, this gradient has half the bytes of the parameter's gradient.
+If a and b use the same copy, the first backward converts the copy's gradient only when a's backward runs. Until then,
+this gradient has half the bytes of the parameter's gradient.
 """
 
 from collections.abc import Iterator
@@ -36,13 +36,15 @@ Backward = Literal["first", "later"]
 
 
 class WaitingGradients(NamedTuple):
-    """Bytes of gradients that wait until all layers that share the parameter have run their backward."""
+    """Gradients of shared parameters in a group of stages, from the backward of one layer to that of another layer."""
 
     rows: BoolArray
-    """True for a first layer if `bytes` applies to the stages that begin with it; shape (first layers,)."""
+    """True for the first layers of the stages in the group, shape (first layers,)."""
     bytes: FloatArray
-    """Bytes to add to the peak memory of a backward; shape (layers, ends): layer that runs, last layer of the stage.
-    They may be negative in the first backward, to correct a peak that counts a shared gradient once for each layer."""
+    """Bytes to add to each layer's peak memory in backward, shape (layers, last layers of stages).
+
+    Negative bytes correct a sum that counts a shared gradient once for each layer.
+    """
 
 
 def waiting_gradients(
@@ -54,18 +56,15 @@ def waiting_gradients(
     ends: IntArray,
     converts: bool = True,
 ) -> Iterator[WaitingGradients]:
-    """Yield the bytes of gradients that wait until all layers with a shared parameter have run their backward.
-
-    Each result is for a group of stages that contain the same shared parameters.
+    """Yield the waiting gradients of all stages, for one group of stages with the same shared parameters at a time.
 
     Args:
         costs: Costs of the layers.
-        backward: Backward of the `first` or of a `later` micro-batch.
+        backward: Micro-batch: `first` or `later`.
         firsts: First layers of stages.
-        layers: Layers whose backward runs.
+        layers: Layers that run their backward.
         ends: Last layers of stages.
-        converts: True if the first backward converts the gradients of autocast's copies layer by layer. False for a
-            weight-gradient pass, which converts all of them at its end.
+        converts: False for a weight-gradient pass, which converts low-precision gradients (autocast) only at its end.
 
     Complexity: O(ties * layers * ends).
     """
@@ -101,7 +100,7 @@ def waiting_gradients(
 
 
 def shared_cast_bytes(costs: ChainCosts, firsts: IntArray, ends: IntArray) -> FloatArray:
-    """Return the bytes of autocast copies that a sum over the layers of a stage counts too often.
+    """Return the bytes of autocast's low-precision weight copies that two layers of a stage share.
 
     Args:
         costs: Costs of the layers.
@@ -127,11 +126,11 @@ def _next_use(costs: ChainCosts, layer: int) -> float:
 
 
 def waiting_gradients_in_stage(costs: ChainCosts, backward: Backward, first: int, end: int) -> FloatArray:
-    """Return the bytes of shared parameters' gradients that wait during the backward of each layer of a stage.
+    """Return the bytes of waiting gradients of shared parameters in a stage, for the backward of each layer.
 
     Args:
         costs: Costs of the layers.
-        backward: Backward of the `first` or of a `later` micro-batch.
+        backward: Micro-batch: `first` or `later`.
         first: First layer of the stage.
         end: One past its last layer.
 

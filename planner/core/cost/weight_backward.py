@@ -6,9 +6,8 @@ W of a stage runs from the last layer to the first layer. While W of one layer r
     peak         memory of the layer itself: what it has stored for W and, in the first micro-batch, its gradients
     gradients    gradients of the later layers, in the first micro-batch
 
-Under autocast, gradients of the cached low-precision copies of later layers' weights also exist, in every W. The copies
-were recorded before all other operations, so that autograd processes them last. Each gradient is then converted to a
-gradient of the parameter, which is twice as large.
+Under autocast, gradients of later layers' low-precision weight copies exist until the end of W. Each is then converted
+to a gradient of the parameter, which is twice as large.
 """
 
 from typing import TYPE_CHECKING

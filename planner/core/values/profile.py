@@ -276,7 +276,7 @@ class LayerProfile:
     optimizer_peak_bytes: int = 0
     """Transient memory of the optimizer's step over this layer's parameters."""
     optimizer_boundary_peak_bytes: int = field(default=0, metadata=LEFT_OUT)
-    """Transient memory between the optimizer's updates of the previous layer and of this layer, if a stage has both."""
+    """Transient memory when the optimizer has updated the previous layer and begins with this layer."""
     forward_us: tuple[float, ...]
     backward_us: tuple[float, ...]
     """Backward time, without recomputation."""

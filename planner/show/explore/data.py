@@ -221,7 +221,7 @@ def _heights(times_us: FloatArray, costs: ChainCosts) -> list[int]:
 
 
 def _tie(tie: TiedParameters, *, is_exact: bool) -> list[object]:
-    # Without exact memory records, gradients exist during the whole step.
+    # Without a `MemoryDetail` of each layer, gradients exist during the whole step.
     sizes = {
         (ALWAYS, "parameters"): tie.parameter_bytes,
         (ALWAYS, "optimizer"): tie.optimizer_bytes,

@@ -123,7 +123,7 @@ def least_recompute_us(
         shares = function.weight
         if function.peak is not None:
             over = over + function.weight * saved + levels[function.peak]
-            # With exact memory records, a peak includes saved bytes: saving a byte less before the peak also lowers it.
+            # An exact peak includes saved bytes: saving a byte less before the peak also lowers it.
             shares += costs.exact
         must_go = np.maximum(must_go, over / shares if shares else np.where(over > 0, np.inf, -np.inf))
     savings = np.stack(most_bytes_freed(costs))[:, span]

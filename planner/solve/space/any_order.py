@@ -58,11 +58,11 @@ def _busiest_device_us(layer_us: FloatArray, num_devices: int) -> float:
 def least_saved_bytes(costs: ChainCosts) -> FloatArray:
     """Return a lower bound of the bytes that each layer stores from its forward to the end of its backward.
 
-    If the profile has exact memory records, the layer's input is not counted, because another layer may store it.
+    If `costs.exact` is true, the layer's input is not counted, because another layer may store it.
     """
     saved, levels = costs.memory.saved, costs.memory
     if costs.exact:
-        saved = np.minimum(levels.internal, levels.backward - levels.end_twice - (np.cumsum(saved) - saved))
+        saved = np.minimum(levels.internal, levels.backward - levels.output_in_backward - (np.cumsum(saved) - saved))
     return np.where(costs.has_backward, np.maximum(saved, 0.0), 0.0)
 
 

@@ -205,7 +205,7 @@ class Evaluator:
         """Return the memory of each stage of each partition.
 
         Returns:
-            Permanent bytes, shape (partitions, stages); bytes of each memory part (`PARTS`), shape (partitions, stages,
+            Permanent bytes, shape (partitions, stages); bytes of each allocation (`PARTS`), shape (partitions, stages,
             parts); and True for each stage of at most `Evaluator.width` layers.
         """
         stages, inside = self._bytes_of_stages(cuts, choices)
@@ -238,15 +238,15 @@ class Evaluator:
     def bytes_at_point(self, counts: FloatArray) -> FloatArray:
         """Return the bytes of every stage at one point in the step, as entries [choice, end, first - end + width].
 
-        The stage has the layers first..end-1. `counts` has the number of times that each memory part (`PARTS`) exists
-        at this point. Entries are infinite if `first` is negative.
+        The stage has the layers first..end-1. `counts` has the number of allocations of each kind (`PARTS`) at this
+        point. Entries are infinite if `first` is negative.
         """
         return _sum_parts(self.parts, counts)
 
     def memory_bounds_by_layers(self, counts: FloatArray) -> tuple[FloatArray, FloatArray]:
         """Return lower bounds of the memory of stages that recompute some of their layers, at one point in the step.
 
-        `counts` has the number of times that each memory part (`PARTS`) exists at this point.
+        `counts` has the number of allocations of each kind (`PARTS`) at this point.
 
         Returns:
             Bytes of every stage without recomputation, as entries [end, first - end + width] for the layers
@@ -272,7 +272,7 @@ class Evaluator:
 
     @cached_property
     def peak_counts(self) -> list[FloatArray]:
-        """Number of memory parts of each kind (`PARTS`) at the points where memory may peak.
+        """Number of allocations of each kind (`PARTS`) at the points where memory may peak.
 
         One array per device, shape (points, stages per device, parts).
         """
@@ -284,7 +284,7 @@ class Evaluator:
 
     @cached_property
     def parts(self) -> FloatArray:
-        """Bytes of every stage: permanent bytes, then bytes of each memory part (`PARTS`), on the last axis.
+        """Bytes of every stage: permanent bytes, then bytes of each allocation (`PARTS`), on the last axis.
 
         The other axes are the recompute choice, the end of the stage, and the column `first - end + width`, for the
         layers first..end-1.
