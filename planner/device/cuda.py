@@ -107,7 +107,7 @@ class Cuda(DeviceKind):
     def reserve_bytes(self) -> int:
         """Measure the GPU memory that is not available for tensors, in bytes.
 
-        This memory includes memory of other programs, and the workspace of cuBLAS.
+        The result includes the memory of other programs, and the workspace of cuBLAS.
         """
         before_bytes = torch.cuda.memory_allocated(self.device)
         for dtype in (torch.float32, torch.float16):

@@ -79,12 +79,12 @@ def available_bytes() -> int:
 def keep_freed_memory(*, below: int | None = None) -> None:
     """Make the C library keep freed memory for later allocations, as the caching allocators of GPUs do.
 
-    Without this call, glibc returns large blocks to the system, and the system clears their pages before each reuse.
-    Training steps are then slower. Without glibc, this function does nothing.
+    Training steps are then faster. Without glibc, this function does nothing.
 
     If `below` is None, all freed blocks are kept. Otherwise, freed blocks of at least `below` bytes are returned to the
     system. `below` must be at most `LARGE_BYTES`.
     """
+    # By default, glibc returns large blocks to the system, which clears their pages before each reuse.
     try:
         libc = ctypes.CDLL("libc.so.6")
         libc.mallopt(_M_MMAP_THRESHOLD, below or LARGE_BYTES)
@@ -105,8 +105,8 @@ def release_freed_memory() -> None:
 def release_file_pages(address: int, size_bytes: int) -> None:
     """Allow the system to remove the pages of a mapped file from memory.
 
-    The next use of a page reads the file again. Pages that this process has changed, or that belong to no file, stay in
-    memory. Without Linux, this function does nothing.
+    The next use of a page reads the file again. Pages that this process has changed stay in memory. Without Linux, this
+    function does nothing.
     """
     begin = address - address % _PAGE_BYTES
     try:

@@ -1,6 +1,6 @@
-"""Emitters: write the files that run a plan with the bundled executor or another engine, and read other engines' cuts.
+"""Emitters: write the files that run a plan with the bundled executor or another engine.
 
-`engines` has the table of engines and writes files. Each engine has its own module.
+Each engine has its own module. `engines` has the table of engines, and `reading` reads cuts from files of engines.
 """
 
 from typing import TYPE_CHECKING

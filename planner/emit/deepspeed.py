@@ -3,7 +3,7 @@
 The argument `partition_method` of `PipelineModule` (deepspeed/runtime/pipe/module.py) is `uniform`, `parameters` or
 `type:REGEX`. None of these methods accepts given cuts. The emitted file therefore defines a subclass that sets `parts`,
 the list of cuts. The engine runs 1F1B (`TrainSchedule`), and its `gradient_accumulation_steps` is the number of
-micro-batches. Recomputation is an attribute of the module, which each stage can set for itself.
+micro-batches. Each stage sets its own recomputation.
 """
 
 from itertools import accumulate

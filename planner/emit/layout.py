@@ -204,7 +204,7 @@ class PlanLayout:
         return ["torch splits backwards differently, and needs more memory than planned between I and W"]
 
     def recompute_notes(self, text: str) -> list[str]:
-        """Return a note: `text`, then the recompute choice of each stage. If no stage recomputes, there is no note."""
+        """Return a note with `text` and the recompute choices of the stages; no note if no stage recomputes."""
         runs = [(choice, [s.index for s in run]) for choice, run in groupby(self.plan.stages, lambda s: s.recompute)]
         if [choice for choice, _ in runs] == ["never"]:
             return []

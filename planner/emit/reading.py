@@ -1,4 +1,4 @@
-"""Readers of cuts in other engines' files, written by gpipe-plan or by hand.
+"""Readers of cuts in other engines' files.
 
 Python files are parsed, not executed. Only assignments of literals are read.
 """

@@ -6,12 +6,11 @@
 Each row has the actions of one device. `0F1` is the forward of stage 0 for micro-batch 1. I and W are the
 input-gradient and weight-gradient passes.
 
-Three engines read such a file: torch (`_PipelineScheduleRuntime._load_csv(path, format="compute_only")`), torchtitan
-(`pipeline_parallel_schedule_csv` of its `ParallelismConfig`) and NeMo Automodel (`pp_schedule_csv` of its
-`PipelineConfig`). Each engine derives the device of every stage from the rows, and adds the transfers.
+Three engines read the file: torch (`_PipelineScheduleRuntime._load_csv(path, format="compute_only")`), torchtitan
+(`pipeline_parallel_schedule_csv` of `ParallelismConfig`) and NeMo Automodel (`pp_schedule_csv` of `PipelineConfig`).
 
-torchtitan and Automodel place the stages on devices before they read the file. The placement depends on the schedule
-that their schedule option names. Set this option to a schedule with the placement of the plan.
+torchtitan and Automodel place the stages on devices before they read the file. Their option for the schedule must
+therefore name a schedule with the placement of the plan.
 """
 
 from typing import Final

@@ -2,11 +2,11 @@
 
 This option has a list of module paths for each stage. A stage is a copy of the model in which the modules of other
 stages are deleted (torchtitan/distributed/pipeline_parallel.py, `_split_module`). Paths may name children of the model,
-and members of ModuleLists and ModuleDicts among the children, but no deeper modules.
+and members of ModuleLists and ModuleDicts among the children.
 
-A schedule that torch lacks is written to a file, which `pipeline_parallel_schedule_csv` names.
-`pipeline_parallel_schedule` then only decides the placement of the stages (`pipeline_module_split`: a V for
-ZBVZeroBubble and DualPipeV, otherwise a loop).
+A schedule that torch lacks is written to a file for the option `pipeline_parallel_schedule_csv`. The option
+`pipeline_parallel_schedule` then only decides the placement of the stages: a V for ZBVZeroBubble and DualPipeV,
+otherwise a loop.
 
 Options changed after 0.3.0: the lists are `pipeline_parallel_module_fqns_per_model_part`, `num_pp_microbatches` sets
 the number of micro-batches instead of their size, and batches are counted in tokens. The emitted file chooses the

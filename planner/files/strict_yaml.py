@@ -208,7 +208,7 @@ def _plain_scalar(text: str) -> Any:
 
 
 def _json_content(text: str) -> Any:
-    """Parse `text` as JSON, which is faster than YAML. Return None for invalid JSON and for repeated keys."""
+    """Return the content of a JSON text; None for invalid JSON and for repeated keys."""
     try:
         return json.loads(text, object_pairs_hook=_once, parse_float=_float, parse_constant=str)
     except (ValueError, RecursionError):

@@ -1,8 +1,7 @@
 """Write traces of a predicted step or of a run, for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
 The format is the "Trace Event Format" (Google, 2016), with times in microseconds. Each device is a process of the
-trace. A process has one thread for computation, and one for each direction in which it sends. A recomputation is drawn
-inside the backward that needs it.
+trace, with threads for computation, forward sends and backward sends.
 """
 
 import json

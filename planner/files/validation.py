@@ -25,7 +25,7 @@ def validate_content(kind: type[_T], plain: str, document: Document) -> _T:
         The content as an instance of `kind`.
 
     Raises:
-        FileError: Keys are unknown or missing, or have values of other types; the error lists these keys.
+        FileError: Keys are unknown or missing, or have values of other types.
     """
     try:
         return cast("_T", SchemaValidator(core_schema_of(kind)).validate_json(plain, strict=True))
@@ -37,7 +37,7 @@ def validate_content(kind: type[_T], plain: str, document: Document) -> _T:
 
 
 def parse_json(kind: type[_T], text: bytes) -> _T:
-    """Convert a JSON text to the dataclass `kind`. Errors are short, because people do not edit these files.
+    """Convert a JSON text to the dataclass `kind`.
 
     Raises:
         ValueError: The text is not JSON, a key is unknown or missing, or a value has another type.

@@ -73,12 +73,12 @@ class LaunchJob:
         return PurePath(self.script).with_name(name).as_posix()
 
     def launcher_text(self, template: str, *, scheduler: str, option: str, use: str, **values: object) -> str:
-        """Return the text of a launcher, made from a template of this folder, with a signature to detect edits.
+        """Return the text of a launcher with a signature to detect edits.
 
         The template's `@header` becomes a comment that describes the job.
 
         Args:
-            template: File name of the template.
+            template: File name of the template in this folder.
             scheduler: Name of the scheduler, as shown to people.
             option: Name of the scheduler as a value of `emit --launch`.
             use: Command that submits the file.
@@ -115,7 +115,7 @@ class LaunchJob:
 
 
 def launch_job(plans: Sequence[Balance], inputs: Inputs, *, script: str, nodes: Nodes | None) -> LaunchJob:
-    """Return the job that starts the script, with nodes and processes for each plan of the script.
+    """Return the job that starts a script on a cluster.
 
     Args:
         plans: Plans of the script, most processes first.

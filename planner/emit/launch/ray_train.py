@@ -1,7 +1,7 @@
-"""Launcher for Ray: a script for Ray Train V2 (docs.ray.io, "Ray Train"), whose `TorchTrainer` starts the processes.
+"""Launcher for Ray: a script for Ray Train V2 (docs.ray.io, "Ray Train").
 
-Ray also creates the process group, and numbers ranks node by node. The script chooses the number of processes at every
-start. It does not use Ray's elastic mode, because most numbers of processes have no plan.
+Ray starts the processes, creates the process group, and numbers ranks node by node. The script chooses the number of
+processes at every start. It does not use Ray's elastic mode, because most numbers of processes have no plan.
 """
 
 from typing import Final
