@@ -38,6 +38,9 @@ class Deadline:
     """Lower bound of the step time of all plans, for `SearchObserver.on_plan`."""
     best_us: float = inf
     """Step time of the best plan so far. A search ends when its lower bound reaches this time."""
+    enough_us: float = inf
+    """Lower bound of the step time of other plans of the request. The smallest bound counts, so a search need not raise
+    its own bound above this one."""
     watch: SearchObserver = UNWATCHED
 
     @classmethod

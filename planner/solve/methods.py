@@ -241,7 +241,8 @@ def search_cases(
         # Cases without time left count with a weak bound that ignores memory. Reserve half of the time for them.
         share = deadline.share(0.5) if any(other.bound_us < upper_us for other in ordered[n + 1 :]) else deadline
         search, near_us = search_function_for(case, request, start), _us_to_beat(upper_us, case, request)
-        limits = replace(share, most_actions=results.budget_of(case), best_us=upper_us)
+        most_actions, enough_us = results.budget_of(case), min(results.bounds_us.values(), default=inf)
+        limits = replace(share, most_actions=most_actions, best_us=upper_us, enough_us=enough_us)
         answer = _answer(search, case, upper_us=near_us, deadline=limits)
         if results.record(case, answer, least_us):
             deadline.note(results.upper_us, case.schedule.name)

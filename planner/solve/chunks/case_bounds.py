@@ -54,7 +54,8 @@ def raised_lower_bound_us(bounds: Iterable[tuple[Case, float]], upper_us: float,
         while heap and heap[0].least_us <= lowest[0].least_us * _EQUAL:
             lowest.append(heappop(heap))
         # Unless all of the lowest bounds can be raised, none needs to be.
-        raised, left = _raised_bounds(lowest, upper_us, left, deadline)
+        final_us = min([upper_us, *(bound.least_us for bound in heap if not bound.num_devices)])
+        raised, left = _raised_bounds(lowest, final_us, left, deadline)
         for bound in raised or (bound._replace(num_devices=0) for bound in lowest):
             heappush(heap, bound)
     return min([upper_us, *(bound.least_us for bound in heap)])
@@ -82,13 +83,17 @@ def _raised_bounds(
         left -= approximate_work(evaluators[-1]) if evaluators[-1].can_run else 0
         if left < 0:
             return [], 0
-    raised = []
-    for bound, evaluator in zip(bounds, evaluators, strict=True):
+    raised: list[_CaseBound] = []
+    # Split backwards have smaller bounds. Larger bounds need only be raised up to the smallest one.
+    pairs = zip(bounds, evaluators, strict=True)
+    for bound, evaluator in sorted(pairs, key=lambda pair: not pair[0].case.schedule.splits_backward):
         if not evaluator.can_run:
             continue
+        enough_us = min((bound.least_us for bound in raised), default=upper_us)
         progress = Progress(case=bound.case, budget=SimulationBudget(None), deadline=deadline, upper_us=upper_us)
         try:
-            linear = solve_linear_program(progress, evaluator, start_cuts(progress, evaluator))
+            starts = start_cuts(progress, evaluator)
+            linear = solve_linear_program(progress, evaluator, starts, enough_us=enough_us)
         except OutOfTimeError:
             return [], 0
         least_us = bound.least_us if linear is None else max(bound.least_us, linear.solution.bound_us)

@@ -57,6 +57,9 @@ _MOST_OF_BOUND, _ROWS_SQUARED = 10_000, 50
 """Longest time to solve a linear program with a limited budget, in simulated actions; and the squared number of rows
 of a linear program that takes as long as one action."""
 
+_LARGE_BOUND = 100_000
+"""Time to solve a linear program, in simulated actions, from which branch and bound raises its bound rarely."""
+
 _ITERATIONS = 20
 """Largest number of simplex iterations per row of a linear program."""
 
@@ -96,7 +99,10 @@ def _search_all(progress: Progress) -> None:
             if not _simulate_all(progress, evaluator):
                 # The smallest bound counts. If no linear program raises one of them, no other needs to be raised.
                 is_raised = all(bound.linear is not None for bound in bounds)
-                bounds.append(_improve(progress, evaluator, least_us, needs_linear_program=is_raised))
+                enough_us = min(progress.deadline.enough_us, _enough_us(evaluator, bounds))
+                bounds.append(
+                    _improve(progress, evaluator, least_us, needs_linear_program=is_raised, enough_us=enough_us)
+                )
         _branch_from_weakest(progress, bounds)
     finally:
         progress.record_skipped(min((bound.least_us for bound in bounds), default=inf))
@@ -108,7 +114,8 @@ def _branch_from_weakest(progress: Progress, bounds: list["_DeviceBound"]) -> No
     while bounds:
         weakest = min(range(len(bounds)), key=lambda n: bounds[n].least_us)
         evaluator, least_us, linear = bounds[weakest]
-        if linear is None or weakest in branched or least_us >= progress.useful_us:
+        enough_us = min(progress.useful_us, progress.deadline.enough_us)
+        if linear is None or weakest in branched or least_us >= enough_us:
             return
         branched.add(weakest)
         least_us = max(least_us, branch_and_bound_us(progress, evaluator, linear))
@@ -230,9 +237,19 @@ class _DeviceBound(NamedTuple):
     linear: "LinearBound | None"
 
 
-def _improve(progress: Progress, evaluator: Evaluator, least_us: float, *, needs_linear_program: bool) -> _DeviceBound:
+def _enough_us(evaluator: Evaluator, bounds: Sequence[_DeviceBound]) -> float:
+    # The smallest bound counts, and branch and bound rarely raises it if the linear programs are large.
+    if approximate_work(evaluator) < _LARGE_BOUND:
+        return inf
+    return min((bound.least_us for bound in bounds), default=inf)
+
+
+def _improve(
+    progress: Progress, evaluator: Evaluator, least_us: float, *, needs_linear_program: bool, enough_us: float
+) -> _DeviceBound:
     starts = start_cuts(progress, evaluator)
-    linear = solve_linear_program(progress, evaluator, starts) if needs_linear_program else None
+    needs_linear_program = needs_linear_program and least_us < enough_us
+    linear = solve_linear_program(progress, evaluator, starts, enough_us=enough_us) if needs_linear_program else None
     if linear is not None:
         least_us = max(least_us, linear.solution.bound_us)
         if least_us >= progress.useful_us:
@@ -266,7 +283,9 @@ class LinearBound(NamedTuple):
     branch_and_bound: BranchAndBound
 
 
-def solve_linear_program(progress: Progress, evaluator: Evaluator, starts: Sequence[IntArray]) -> LinearBound | None:
+def solve_linear_program(
+    progress: Progress, evaluator: Evaluator, starts: Sequence[IntArray], *, enough_us: float = inf
+) -> LinearBound | None:
     """Return a lower bound of the step time of all partitions, from a linear program.
 
     Return None if the program takes too long, if cuts are fixed, or if HiGHS is not installed.
@@ -275,6 +294,7 @@ def solve_linear_program(progress: Progress, evaluator: Evaluator, starts: Seque
         progress: State of the search.
         evaluator: Evaluator for a number of devices.
         starts: Cuts from which searches start. `starts[0]` is the program's `reference_cuts`.
+        enough_us: Step time above which the lower bound need not be raised, in microseconds.
     """
     budget = progress.budget
     size, actions = approximate_num_constraints(evaluator), approximate_work(evaluator)
@@ -285,7 +305,8 @@ def solve_linear_program(progress: Progress, evaluator: Evaluator, starts: Seque
     scale_us = progress.upper_us if progress.upper_us < inf else evaluator.case.bound_us
     search = BranchAndBound(LinearProgram(evaluator, starts[0], scale_us=scale_us))
     limit_s = _bound_limit_s(progress)
-    first = search.solve(upper_us=progress.useful_us, most_iterations=_ITERATIONS * size, limit_s=limit_s)
+    upper_us = min(progress.useful_us, enough_us)
+    first = search.solve(upper_us=upper_us, most_iterations=_ITERATIONS * size, limit_s=limit_s)
     return None if first is None else LinearBound(first, search)
 
 

@@ -55,13 +55,34 @@ def test_branch_and_bound_raises_only_the_smallest_bound(monkeypatch: pytest.Mon
 def test_fewer_devices_get_no_linear_program_after_one_without(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the smallest bound counts, and it is not known."""
     asked: list[int] = []
-    monkeypatch.setattr(search, "solve_linear_program", lambda _, each, __: asked.append(each.num_devices))
+    monkeypatch.setattr(search, "solve_linear_program", lambda _, each, *__, **___: asked.append(each.num_devices))
     times = [100.0 * random.Random(n).lognormvariate(0, 0.5) for n in range(30)]
     profile = chain(*(layer(f"l{n}", forward_us=us, backward_us=2 * us) for n, us in enumerate(times)))
     inputs = replace(inputs_of(6, 6, link=Link(latency_us=1e3)), schedule="interleaved", chunks=2)
     (case,) = cases_of(profile, Request(inputs=inputs, micro_batches=6))
     search.search_chunked_partitions(case)
     assert asked == [6]
+
+
+def test_linear_programs_stop_at_the_bound_of_other_cases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The smallest bound of all cases counts."""
+    solved: list[float] = []
+    original = search.BranchAndBound.solve
+    monkeypatch.setattr(
+        search.BranchAndBound, "solve", lambda self, **more: solved.append(more["upper_us"]) or original(self, **more)
+    )
+    times = [100.0 * random.Random(n).lognormvariate(0, 0.5) for n in range(30)]
+    profile = chain(*(layer(f"l{n}", forward_us=us, backward_us=2 * us) for n, us in enumerate(times)))
+    inputs = replace(inputs_of(6, 6, link=Link(latency_us=1e3)), schedule="interleaved", chunks=2)
+    (case,) = cases_of(profile, Request(inputs=inputs, micro_batches=6))
+    bound_us = search.search_chunked_partitions(case).lower_bound_us
+    assert bound_us > 1.01 * case.bound_us
+    for share in (1.002, 0.998):
+        solved.clear()
+        limits = replace(NEVER, enough_us=share * bound_us)
+        answer = search.search_chunked_partitions(case, deadline=limits)
+        assert answer.lower_bound_us == pytest.approx(min(share, 1.0) * bound_us)
+        assert max(solved) == share * bound_us
 
 
 def test_no_descent_begins_if_the_bound_reaches_the_best_plan_of_other_cases(monkeypatch: pytest.MonkeyPatch) -> None:
