@@ -18,6 +18,7 @@ from tests.zoo.real_model import (
     pixels,
     series,
     sound,
+    vision,
 )
 
 __all__ = ["MORE_MEDIA"]
@@ -229,14 +230,8 @@ MORE_MEDIA: dict[str, RealModel] = {
         },
         auxiliary_loss=True,
     ),
-    "YOLOS": from_transformers(
-        "YolosForObjectDetection",
-        inputs=pixels(32),
-        family="vision",
-        num_detection_tokens=5,
-        **{**VISION, "image_size": [32, 32]},
-    ),
-    "DINOv3": from_transformers("DINOv3ViTModel", inputs=pixels(32), family="vision", num_register_tokens=2, **VISION),
+    "YOLOS": vision("YolosForObjectDetection", num_detection_tokens=5, **{**VISION, "image_size": [32, 32]}),
+    "DINOv3": vision("DINOv3ViTModel", num_register_tokens=2, **VISION),
     "Hiera": _vision(
         "HieraForImageClassification",
         embed_dim=16,

@@ -1,7 +1,5 @@
 """More models of `transformers` that read and write words."""
 
-from typing import Any
-
 from tests.zoo.real_model import (
     DECODER,
     GROUPED,
@@ -12,24 +10,22 @@ from tests.zoo.real_model import (
     RealModel,
     decoder,
     encoder,
+    experts,
     from_transformers,
     language,
     masked,
+    seq2seq,
     translation,
 )
 
 __all__ = ["MORE_TEXT"]
 
 
-def _moe(name: str, **settings: Any) -> RealModel:
-    return from_transformers(name, inputs=masked, family="mixture of experts", **settings)
-
-
 MORE_TEXT: dict[str, RealModel] = {
-    "Qwen3-MoE": _moe(
+    "Qwen3-MoE": experts(
         "Qwen3MoeForCausalLM", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, head_dim=8, **GROUPED
     ),
-    "Qwen3-MoE (router loss)": _moe(
+    "Qwen3-MoE (router loss)": experts(
         "Qwen3MoeForCausalLM",
         num_experts=4,
         num_experts_per_tok=2,
@@ -38,8 +34,8 @@ MORE_TEXT: dict[str, RealModel] = {
         output_router_logits=True,
         **GROUPED,
     ),
-    "OLMoE": _moe("OlmoeForCausalLM", num_experts=4, num_experts_per_tok=2, output_router_logits=True, **GROUPED),
-    "DBRX": _moe(
+    "OLMoE": experts("OlmoeForCausalLM", num_experts=4, num_experts_per_tok=2, output_router_logits=True, **GROUPED),
+    "DBRX": experts(
         "DbrxForCausalLM",
         d_model=32,
         n_heads=4,
@@ -51,7 +47,7 @@ MORE_TEXT: dict[str, RealModel] = {
         output_router_logits=True,
         **SPECIAL,
     ),
-    "Phi-MoE": _moe("PhimoeForCausalLM", num_local_experts=4, num_experts_per_tok=2, **GROUPED),
+    "Phi-MoE": experts("PhimoeForCausalLM", num_local_experts=4, num_experts_per_tok=2, **GROUPED),
     "Switch Transformers": from_transformers(
         "SwitchTransformersForConditionalGeneration",
         inputs=translation,
@@ -166,10 +162,8 @@ MORE_TEXT: dict[str, RealModel] = {
         mamba_chunk_size=4,
         **GROUPED,
     ),
-    "LongT5": from_transformers(
+    "LongT5": seq2seq(
         "LongT5ForConditionalGeneration",
-        inputs=translation,
-        family="encoder-decoder",
         vocab_size=WORDS,
         d_model=32,
         d_ff=48,
@@ -179,10 +173,6 @@ MORE_TEXT: dict[str, RealModel] = {
         local_radius=3,
         decoder_start_token_id=0,
     ),
-    "M2M-100": from_transformers(
-        "M2M100ForConditionalGeneration", inputs=translation, family="encoder-decoder", **SEQ2SEQ
-    ),
-    "Blenderbot": from_transformers(
-        "BlenderbotForConditionalGeneration", inputs=translation, family="encoder-decoder", **SEQ2SEQ
-    ),
+    "M2M-100": seq2seq("M2M100ForConditionalGeneration", **SEQ2SEQ),
+    "Blenderbot": seq2seq("BlenderbotForConditionalGeneration", **SEQ2SEQ),
 }

@@ -23,6 +23,7 @@ __all__ = [
     "RealModel",
     "decoder",
     "encoder",
+    "experts",
     "from_timm",
     "from_transformers",
     "images",
@@ -30,10 +31,13 @@ __all__ = [
     "loss_of",
     "masked",
     "pixels",
+    "seq2seq",
     "series",
     "sound",
     "spectrum",
+    "state_space",
     "translation",
+    "vision",
     "words",
 ]
 
@@ -182,3 +186,19 @@ def decoder(name: str, **settings: Any) -> RealModel:
 
 def encoder(name: str, inputs: Callable[[int], Any] = masked, **settings: Any) -> RealModel:
     return from_transformers(name, inputs=inputs, family="encoder", **settings)
+
+
+def experts(name: str, **settings: Any) -> RealModel:
+    return from_transformers(name, inputs=masked, family="mixture of experts", **settings)
+
+
+def seq2seq(name: str, **settings: Any) -> RealModel:
+    return from_transformers(name, inputs=translation, family="encoder-decoder", **settings)
+
+
+def state_space(name: str, **settings: Any) -> RealModel:
+    return from_transformers(name, inputs=language, family="state space", **settings)
+
+
+def vision(name: str, **settings: Any) -> RealModel:
+    return from_transformers(name, inputs=pixels(32), family="vision", **settings)

@@ -9,17 +9,16 @@ from tests.zoo.real_model import (
     series,
     sound,
     spectrum,
+    vision,
 )
 
 __all__ = ["MEDIA"]
 
 MEDIA: dict[str, RealModel] = {
-    "ViT": from_transformers("ViTModel", inputs=pixels(32), family="vision", **VISION),
-    "DINOv2": from_transformers("Dinov2Model", inputs=pixels(32), family="vision", **VISION),
-    "Swin": from_transformers(
+    "ViT": vision("ViTModel", **VISION),
+    "DINOv2": vision("Dinov2Model", **VISION),
+    "Swin": vision(
         "SwinForImageClassification",
-        inputs=pixels(32),
-        family="vision",
         image_size=32,
         patch_size=2,
         embed_dim=16,
@@ -27,13 +26,7 @@ MEDIA: dict[str, RealModel] = {
         num_heads=[2, 4],
         window_size=4,
     ),
-    "ConvNeXt": from_transformers(
-        "ConvNextForImageClassification",
-        inputs=pixels(32),
-        family="vision",
-        hidden_sizes=[8, 16, 24, 32],
-        depths=[1, 2, 2, 1],
-    ),
+    "ConvNeXt": vision("ConvNextForImageClassification", hidden_sizes=[8, 16, 24, 32], depths=[1, 2, 2, 1]),
     "SegFormer": from_transformers(
         "SegformerForSemanticSegmentation",
         inputs=pixels(64),
@@ -43,35 +36,22 @@ MEDIA: dict[str, RealModel] = {
         num_attention_heads=[1, 2, 2, 4],
         decoder_hidden_size=16,
     ),
-    "CLIP": from_transformers("CLIPVisionModel", inputs=pixels(32), family="vision", **VISION),
-    "ResNet (transformers)": from_transformers(
-        "ResNetForImageClassification",
-        inputs=pixels(32),
-        family="vision",
-        embedding_size=8,
-        hidden_sizes=[8, 16, 24, 32],
-        depths=[1, 2, 2, 1],
+    "CLIP": vision("CLIPVisionModel", **VISION),
+    "ResNet (transformers)": vision(
+        "ResNetForImageClassification", embedding_size=8, hidden_sizes=[8, 16, 24, 32], depths=[1, 2, 2, 1]
     ),
-    "BEiT": from_transformers("BeitForImageClassification", inputs=pixels(32), family="vision", **VISION),
-    "DeiT": from_transformers("DeiTForImageClassification", inputs=pixels(32), family="vision", **VISION),
-    "SigLIP": from_transformers("SiglipVisionModel", inputs=pixels(32), family="vision", **VISION),
-    "DPT": from_transformers(
+    "BEiT": vision("BeitForImageClassification", **VISION),
+    "DeiT": vision("DeiTForImageClassification", **VISION),
+    "SigLIP": vision("SiglipVisionModel", **VISION),
+    "DPT": vision(
         "DPTForDepthEstimation",
-        inputs=pixels(32),
-        family="vision",
         backbone_out_indices=[0, 1, 2, 3],
         neck_hidden_sizes=[8, 16, 16, 16],
         fusion_hidden_size=16,
         is_hybrid=False,
         **VISION,
     ),
-    "ConvNeXt-V2": from_transformers(
-        "ConvNextV2ForImageClassification",
-        inputs=pixels(32),
-        family="vision",
-        hidden_sizes=[8, 16, 24, 32],
-        depths=[1, 2, 2, 1],
-    ),
+    "ConvNeXt-V2": vision("ConvNextV2ForImageClassification", hidden_sizes=[8, 16, 24, 32], depths=[1, 2, 2, 1]),
     "MobileViT": from_transformers(
         "MobileViTForImageClassification",
         inputs=pixels(64),

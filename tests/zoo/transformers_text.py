@@ -9,10 +9,12 @@ from tests.zoo.real_model import (
     RealModel,
     decoder,
     encoder,
+    experts,
     from_transformers,
     language,
     masked,
-    translation,
+    seq2seq,
+    state_space,
 )
 
 __all__ = ["TEXT"]
@@ -89,10 +91,8 @@ TEXT: dict[str, RealModel] = {
         d_inner=48,
     ),
     "ESM": encoder("EsmForMaskedLM", mask_token_id=3, **DECODER),
-    "T5": from_transformers(
+    "T5": seq2seq(
         "T5ForConditionalGeneration",
-        inputs=translation,
-        family="encoder-decoder",
         vocab_size=WORDS,
         d_model=32,
         d_ff=48,
@@ -102,15 +102,11 @@ TEXT: dict[str, RealModel] = {
         decoder_start_token_id=0,
         **SPECIAL,
     ),
-    "BART": from_transformers("BartForConditionalGeneration", inputs=translation, family="encoder-decoder", **SEQ2SEQ),
-    "Marian": from_transformers("MarianMTModel", inputs=translation, family="encoder-decoder", **SEQ2SEQ),
-    "Pegasus": from_transformers(
-        "PegasusForConditionalGeneration", inputs=translation, family="encoder-decoder", **SEQ2SEQ
-    ),
-    "mT5": from_transformers(
+    "BART": seq2seq("BartForConditionalGeneration", **SEQ2SEQ),
+    "Marian": seq2seq("MarianMTModel", **SEQ2SEQ),
+    "Pegasus": seq2seq("PegasusForConditionalGeneration", **SEQ2SEQ),
+    "mT5": seq2seq(
         "MT5ForConditionalGeneration",
-        inputs=translation,
-        family="encoder-decoder",
         vocab_size=WORDS,
         d_model=32,
         d_ff=48,
@@ -119,13 +115,9 @@ TEXT: dict[str, RealModel] = {
         num_heads=4,
         decoder_start_token_id=0,
     ),
-    "LED": from_transformers(
-        "LEDForConditionalGeneration", inputs=translation, family="encoder-decoder", attention_window=4, **SEQ2SEQ
-    ),
-    "ProphetNet": from_transformers(
+    "LED": seq2seq("LEDForConditionalGeneration", attention_window=4, **SEQ2SEQ),
+    "ProphetNet": seq2seq(
         "ProphetNetForConditionalGeneration",
-        inputs=translation,
-        family="encoder-decoder",
         vocab_size=WORDS,
         hidden_size=32,
         encoder_ffn_dim=48,
@@ -136,36 +128,18 @@ TEXT: dict[str, RealModel] = {
         num_decoder_attention_heads=4,
         decoder_start_token_id=0,
     ),
-    "Mixtral": from_transformers(
-        "MixtralForCausalLM",
-        inputs=masked,
-        family="mixture of experts",
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        **GROUPED,
-    ),
-    "Qwen2-MoE": from_transformers(
+    "Mixtral": experts("MixtralForCausalLM", num_local_experts=4, num_experts_per_tok=2, **GROUPED),
+    "Qwen2-MoE": experts(
         "Qwen2MoeForCausalLM",
-        inputs=masked,
-        family="mixture of experts",
         num_experts=4,
         num_experts_per_tok=2,
         moe_intermediate_size=24,
         shared_expert_intermediate_size=24,
         **GROUPED,
     ),
-    "Granite-MoE": from_transformers(
-        "GraniteMoeForCausalLM",
-        inputs=masked,
-        family="mixture of experts",
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        **GROUPED,
-    ),
-    "DeepSeek-V3": from_transformers(
+    "Granite-MoE": experts("GraniteMoeForCausalLM", num_local_experts=4, num_experts_per_tok=2, **GROUPED),
+    "DeepSeek-V3": experts(
         "DeepseekV3ForCausalLM",
-        inputs=masked,
-        family="mixture of experts",
         num_key_value_heads=4,
         moe_intermediate_size=16,
         n_routed_experts=4,
@@ -181,30 +155,14 @@ TEXT: dict[str, RealModel] = {
         n_shared_experts=1,
         **DECODER,
     ),
-    "GPT-OSS": from_transformers(
-        "GptOssForCausalLM",
-        inputs=masked,
-        family="mixture of experts",
-        head_dim=8,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        sliding_window=8,
-        **GROUPED,
+    "GPT-OSS": experts(
+        "GptOssForCausalLM", head_dim=8, num_local_experts=4, num_experts_per_tok=2, sliding_window=8, **GROUPED
     ),
-    "Mamba": from_transformers(
-        "MambaForCausalLM",
-        inputs=language,
-        family="state space",
-        vocab_size=WORDS,
-        hidden_size=32,
-        state_size=4,
-        num_hidden_layers=4,
-        **SPECIAL,
+    "Mamba": state_space(
+        "MambaForCausalLM", vocab_size=WORDS, hidden_size=32, state_size=4, num_hidden_layers=4, **SPECIAL
     ),
-    "Mamba-2": from_transformers(
+    "Mamba-2": state_space(
         "Mamba2ForCausalLM",
-        inputs=language,
-        family="state space",
         vocab_size=WORDS,
         hidden_size=32,
         state_size=4,
@@ -215,10 +173,8 @@ TEXT: dict[str, RealModel] = {
         chunk_size=4,
         **SPECIAL,
     ),
-    "RWKV": from_transformers(
+    "RWKV": state_space(
         "RwkvForCausalLM",
-        inputs=language,
-        family="state space",
         vocab_size=WORDS,
         hidden_size=32,
         attention_hidden_size=32,
@@ -242,13 +198,7 @@ TEXT: dict[str, RealModel] = {
         use_mamba_kernels=False,
         **GROUPED,
     ),
-    "Falcon-Mamba": from_transformers(
-        "FalconMambaForCausalLM",
-        inputs=language,
-        family="state space",
-        vocab_size=WORDS,
-        hidden_size=32,
-        num_hidden_layers=4,
-        state_size=4,
+    "Falcon-Mamba": state_space(
+        "FalconMambaForCausalLM", vocab_size=WORDS, hidden_size=32, num_hidden_layers=4, state_size=4
     ),
 }
