@@ -7,7 +7,7 @@ import typer
 from planner.api.option import option_values
 from planner.api.options.checking import CheckOptions
 from planner.cli.console import Console, style_for_stdout
-from planner.cli.options import PlanFile, Quiet, check_format, with_options
+from planner.cli.options import PlanFile, Quiet, check_format, import_numpy_without_threads, with_options
 from planner.core.errors import ExitCode
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ def check(
 
     `gpipe-plan explain GP101` explains a finding.
     """
+    import_numpy_without_threads()
     from planner import api
 
     check_format(format_, _FORMATS)

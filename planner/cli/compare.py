@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from planner.cli.console import Console
-from planner.cli.options import MARKDOWN, OrMarkdown, Quiet, check_format, formatted
+from planner.cli.options import MARKDOWN, OrMarkdown, Quiet, check_format, formatted, import_numpy_without_threads
 
 
 def compare(
@@ -15,6 +15,7 @@ def compare(
     quiet: Quiet = False,
 ) -> None:
     """Compare plans, for example for other memory limits, devices or schedules."""
+    import_numpy_without_threads()
     from planner import api
     from planner.show.gate import comparison_markdown
     from planner.show.terminal.plans import plan_comparison_text

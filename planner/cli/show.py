@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 import typer
 
-from planner.cli.options import Format, Quiet
+from planner.cli.options import Format, Quiet, import_numpy_without_threads
 
 
 def _read(metavar: str, help_: str) -> Any:
@@ -30,6 +30,7 @@ def show(
     quiet: Quiet = False,
 ) -> None:
     """Show tables and pictures of a file: stages, memory, timeline."""
+    import_numpy_without_threads()
     from planner.cli.drawing import show_file
 
     outputs = {"--html": html, "--svg": svg, "--trace": trace}

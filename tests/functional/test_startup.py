@@ -179,6 +179,19 @@ def test_shells_complete_options_of_commands(here: Path) -> None:
     assert completed.stdout.split() == ["--devices"]
 
 
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are listed on Linux only")
+@pytest.mark.parametrize("arguments", [("check",), ("show",), ("compare", "plan.yaml", "plan.yaml")], ids=" ".join)
+def test_short_commands_start_no_threads(here: Path, arguments: tuple[str, ...]) -> None:
+    """On one core, numpy never starts threads, so this test cannot fail there."""
+    script = "import os, sys\nfrom planner.cli.main import run\nassert run(sys.argv[1:]) == 0\n"
+    script += "print(len(os.listdir('/proc/self/task')), os.environ.get('OPENBLAS_NUM_THREADS'), file=sys.stderr)"
+    own = {name: value for name, value in environment().items() if not name.endswith("_NUM_THREADS")}
+    done = subprocess.run(
+        [sys.executable, "-c", script, *arguments], cwd=here, env=own, capture_output=True, text=True, check=True
+    )
+    assert done.stderr.splitlines()[-1] == "1 None"
+
+
 def test_the_console_script_is_installed() -> None:
     (script,) = metadata.entry_points(group="console_scripts", name="gpipe-plan")
     assert script.value == "planner.__main__:main"
