@@ -4,7 +4,7 @@ The `__init__` of such a package lists its functions as `module:function`, in a 
 
     BACKENDS         profile backends    used with `--device <name>` or `--device <name>:…`
     FORMATS          emitters            `--format <name>`
-    MEMORY_MODELS    memory models       used if the field <name> of a profile's layers is not empty
+    MEMORY_MODELS    memory models       used if the layers of a profile have values in their field <name>
 """
 
 from importlib import import_module

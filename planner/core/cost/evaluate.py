@@ -134,7 +134,7 @@ class Evaluation:
     def optimizer_us(self) -> float:
         """Time by which all-reduces and optimizer steps delay the next step, in microseconds.
 
-        Not valid for schedules that split backwards; `step_us` does not use it for them.
+        Not valid for schedules that split backwards.
         """
         between_steps_us = self.between_steps_us
         # A device's first chunk is the last one that it runs in a step, and the first one in the next step.

@@ -26,8 +26,8 @@ class CrossingBytes(NamedTuple):
 
     until: int
     bytes: tuple[float, float, float]
-    """The bytes are in one of three entries, and the other two are 0: entry 0 if a receiving layer saves the
-    storage, entry 1 if only the layer that creates it saves it, entry 2 if no layer saves it."""
+    """Entry 0 has the bytes if a receiving layer saves the storage, entry 1 if only the layer that creates it saves
+    it, entry 2 if no layer saves it. The other entries are 0."""
 
 
 def crossing_storages_without_records(layers: Sequence[LayerProfile], n: int) -> dict[tuple[int, int], CrossingBytes]:

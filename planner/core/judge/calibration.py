@@ -16,7 +16,7 @@ def calibration_of(plan: Plan, evaluation: Evaluation, report: RunReport) -> Cal
     """Return the costs that a run of a plan has measured. Predictions can use them instead of the profile's costs.
 
     Args:
-        plan: Plan with predictions of the installed version of gpipe-plan.
+        plan: Plan, with predictions that this version has computed again.
         evaluation: Evaluation of the plan on its profile.
         report: Report of a run of the plan.
 
@@ -62,7 +62,7 @@ _LARGEST: Final = (
     *("forward_us", "backward_us", "backward_input_us", "backward_weight_us"),
     *("peak_bytes", "outside_bytes"),
 )
-"""Measurements of a stage of which the largest value of all replicas counts."""
+"""Measurements of a stage for which the largest value of all replicas counts."""
 
 
 def stage_runs(report: RunReport) -> tuple[StageRun, ...]:

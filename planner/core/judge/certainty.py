@@ -50,10 +50,10 @@ STEP_ERRORS: Final = {
     "few runs": StepErrors(source="estimated by formula at the rate of a few published runs", least=0.700, most=1.745),
     "peak": StepErrors(source="estimated by formula at the peak rate", least=1.412, most=4.845),
 }
-"""Step errors by the basis of a prediction; a kind without timed runs has no entry."""
+"""Error range of the step time for each kind of prediction."""
 
 SHORTEST_US: Final = 20_000.0
-"""Shortest forward plus backward time of the slowest stage among the rows of `STEP_ERRORS["cpu"]`, in microseconds."""
+"""Shortest forward plus backward time of the slowest stage for which `STEP_ERRORS["cpu"]` holds, in microseconds."""
 
 PEAK_RATIOS: Final = {
     "measured": 1 / 0.99,  # on a CPU: the 954 peaks of memory.md
@@ -83,17 +83,17 @@ class Certainty:
     source: str
     """Phrase that says where the values of the profile come from, such as `measured on the CPU`."""
     step_ratio: tuple[float, float] | None = None
-    """Smallest and largest ratio of measured to predicted step time; None if no run with such a profile was timed."""
+    """Smallest and largest ratio of measured to predicted step time in earlier runs; None without earlier runs."""
     sampling: float = 0.0
     """Sampling error of the step time, from the spread of repeated measurements; divided by the step time."""
     step_us: tuple[float, float] | None = None
     """Range of the step time in microseconds, from `step_ratio` and `sampling`."""
     peak_ratio: float | None = None
-    """Largest ratio of measured to predicted peak; None if no peak with such a profile was measured."""
+    """Largest ratio of measured to predicted peak in earlier runs; None without earlier runs."""
     allocator_ratio: float = 1.0
     """Largest ratio of reserved to allocated memory of the device's allocator."""
     device_bytes: tuple[int, ...] = ()
-    """Upper bound of each device's peak in bytes, according to earlier errors; empty if `peak_ratio` is None."""
+    """Upper end of the error range of each device's peak, in bytes; empty if `peak_ratio` is None."""
 
 
 def certainty_of(plan: Plan, profile: Profile) -> Certainty:
@@ -122,7 +122,7 @@ def certainty_of(plan: Plan, profile: Profile) -> Certainty:
 
 
 def memory_fit(plan: Plan, certainty: Certainty | None = None) -> MemoryFit:
-    """Return `fits`, `tight` if only the upper end of the error range exceeds the memory limit, or `does not fit`."""
+    """Return `does not fit` if a predicted peak exceeds its limit, `tight` if only an error range does, else `fits`."""
     limits = [chunks[0].memory_bytes for chunks in plan.by_device()]
     if any(need > limit for need, limit in zip(plan.peak_bytes_by_device(), limits, strict=True)):
         return "does not fit"
@@ -130,7 +130,7 @@ def memory_fit(plan: Plan, certainty: Certainty | None = None) -> MemoryFit:
 
 
 def tight_findings(plan: Plan, certainty: Certainty) -> Iterator[Finding]:
-    """Yield a finding for each device whose predicted peak fits, but the upper bound of its error range does not."""
+    """Yield a finding for each device that exceeds its limit only at the upper end of the error range of its peak."""
     chunks = plan.by_device()
     for device in _tight_devices(plan, certainty):
         most, limit = (
@@ -163,12 +163,12 @@ def _sampling_error(plan: Plan, profile: Profile) -> float:
 
 
 def headroom_for(profile: Profile, limits: Sequence[int]) -> float:
-    """Return the share of memory to keep free so that peaks fit even at the upper end of the error range.
+    """Return the share of memory to keep free, because measured peaks may be above predicted peaks.
 
     `limits` has the memory limit of each device, in bytes.
 
     Raises:
-        UsageError: No peak was measured for this kind of profile, so that the accuracy of predictions is unknown.
+        UsageError: No peak was measured for this kind of profile.
     """
     ratio, reserved = _peak_ratios(profile)
     if ratio is None:

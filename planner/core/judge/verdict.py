@@ -122,7 +122,7 @@ def with_findings(verdict: Verdict, findings: Sequence[Finding]) -> Verdict:
 
 
 def with_difference(verdict: Verdict, before: Plan, *, against: str, recomputed: bool) -> Verdict:
-    """Return a verdict with the differences from another plan, and with findings if it needs more memory or time.
+    """Return a verdict with the differences of its plan from a reference plan, and with findings about growth.
 
     Args:
         verdict: Result of a check; returned unchanged if it has no plan.

@@ -89,7 +89,7 @@ def verification_of(
     """Compare the measurements of a run with the predictions of its plan.
 
     Args:
-        plan: Plan with predictions of the installed version of gpipe-plan.
+        plan: Plan, with predictions that this version has computed again.
         profile: Profile of the plan.
         report: Report of a run of the plan.
         tolerance: Allowed errors.
@@ -133,7 +133,7 @@ def compared_figures(plan: Plan, report: RunReport) -> tuple[ComparedFigure, ...
 
 
 def core_shortage_reason(processes: int, threads: int, cores: int) -> str:
-    """Return the reason not to judge times if a machine has too few CPU cores for its processes; else an empty text.
+    """Return a message if a machine has too few CPU cores for its processes, so that times are not judged; else "".
 
     Args:
         processes: Number of processes on the machine.
@@ -147,7 +147,7 @@ def core_shortage_reason(processes: int, threads: int, cores: int) -> str:
 
 
 def disturbance_reason(report: RunReport) -> str:
-    """Return the reason not to judge times if processes of the run waited for CPU cores; else an empty text."""
+    """Return a message if processes of the run waited for CPU cores, so that times are not judged; else ""."""
     waited = cpu_time_phrase(report)
     return f"times are not judged: {waited}; end other programs, and run it again" if waited else ""
 

@@ -49,11 +49,11 @@ class ComputeTimeBounds(NamedTuple):
     work_us: float
     """Forward plus backward time of all layers on the fastest device."""
     forward_us: float
-    """Largest forward time of a device."""
+    """Lower bound of the longest forward of a device."""
     backward_us: float
-    """Largest backward time of a device."""
+    """Lower bound of the longest backward of a device."""
     pair_us: float
-    """Largest forward plus backward time of a device."""
+    """Lower bound of the longest forward plus backward of a device."""
 
 
 class Schedule(ABC):

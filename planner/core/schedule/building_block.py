@@ -1,8 +1,8 @@
 """Schedules from a building block: Qi et al. 2024 (Pipeline Parallelism with Controllable Memory, arXiv:2405.15362).
 
-A building block states the time of each pass of one micro-batch. Each device has two stages, placed as a V; F, I and W
-take one unit each. The next micro-batch repeats the block six units later. This fills the devices exactly, because one
-micro-batch takes six units per device. The memory of a device depends only on how long a micro-batch stays on it.
+A building block states when each pass of one micro-batch starts. Each device has two stages, placed as a V. F, I and W
+take one unit of time each. The next micro-batch repeats the block six units later, so that the devices are never idle.
+The memory of a device depends only on how long a micro-batch stays on it.
 
     1. Repeat the block M times, with F and I only. Put each W into the first free unit after its I.
     2. Squeeze: move every action as early as its inputs and the memory allow. The repeated blocks leave the start and
@@ -31,7 +31,7 @@ _PERIOD = 6
 """Units of time per micro-batch on a device: F, I and W of two stages."""
 
 _HOLDS: Final[Mapping[Letter, int]] = {"F": 1, "I": 0, "W": -1}
-"""Change of the number of stored activations by each kind of action: as in the paper, W releases a micro-batch."""
+"""Change of the number of stored micro-batches by each kind of action."""
 
 _Slots = dict[int, Action]
 """Action of a device in each unit of time."""

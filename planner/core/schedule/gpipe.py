@@ -33,11 +33,7 @@ class GPipe(Schedule):
         return micro_batches
 
     def bound_us(self, bounds: ComputeTimeBounds, micro_batches: int, chunks: int) -> float:
-        """Return a lower bound of the step time of every partition, in microseconds.
-
-        The first micro-batch takes its time in all stages. Each other one adds the largest forward time and the largest
-        backward time of a device.
-        """
+        """Return a lower bound of the step time of every partition, in microseconds."""
         return bounds.work_us + (micro_batches - 1) * (bounds.forward_us + bounds.backward_us)
 
     def longest_stage_us(self, upper_us: float, work_us: float, micro_batches: int) -> float:

@@ -29,7 +29,7 @@ class Interleaved(Schedule):
     """Name of a schedule with one stage per device, which error messages suggest instead."""
 
     def order(self, device: int, num_devices: int, micro_batches: int, chunks: int) -> tuple[Action, ...]:
-        """Return the action order of torch's schedule, without idle slots, which torch draws but never executes."""
+        """Return the action order of torch's schedule, without idle slots."""
         per_round = self.micro_batches_per_round(num_devices, micro_batches)
         stages = self.stages_on(device, num_devices, chunks)
         forwards = actions_in_rounds("F", stages, micro_batches, per_round)

@@ -42,7 +42,7 @@ class ActionKind:
     message_kind: MessageKind | None
     """Kind of the messages that the action sends and receives; None without messages."""
     follows: MessageKind | None
-    """Actions that receive no message wait for an action with this `message_kind` on the same stage.
+    """If the action receives no message, it waits for the action with this `message_kind` on its own stage.
 
     Examples: B on the last stage waits for F; W waits for I.
     """

@@ -1,4 +1,4 @@
-"""Schedule with action orders that the user wrote, or that a search found for one pipeline.
+"""Schedule with action orders that the user wrote or that a search found.
 
 A plan stores action orders as text, one line per device, in the notation of torch's schedule files: `0F0 0F1 0I0`.
 """
@@ -13,7 +13,7 @@ from planner.core.values.placement import Placement, device_of
 
 
 class ListedSchedule(Schedule):
-    """Schedule with action orders that the user wrote, or that a search found for one pipeline.
+    """Schedule with action orders that the user wrote or that a search found.
 
     Args:
         rows: Actions of each device, in order; empty before the search.

@@ -92,7 +92,7 @@ def needed_message(kind: Letter, stage: int, num_stages: int) -> NeededMessage |
         num_stages: Stages of the pipeline.
 
     Returns:
-        The message and the stage that sends it; None for the first stage's forward.
+        The message and the stage that sends it, which may be `stage` itself; None for F of the first stage.
     """
     source, message_kind, follows = (
         sending_stage(kind, stage, num_stages),

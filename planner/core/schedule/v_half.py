@@ -20,7 +20,7 @@ class VHalf(BuildingBlockSchedule):
     title = "V-Half"
 
     def pass_start_times(self, device: int, num_devices: int) -> PassStartTimes:
-        """Return the start times of the first micro-batch's passes on a device, as in the paper."""
+        """Return the start times of the first micro-batch's passes on a device."""
         # If K is even, gradients come three units later; otherwise they would collide with forwards on the device.
         late = 0 if num_devices % 2 else 3
         return PassStartTimes(

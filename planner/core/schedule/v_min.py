@@ -19,7 +19,7 @@ class VMin(BuildingBlockSchedule):
     title = "V-Min"
 
     def pass_start_times(self, device: int, num_devices: int) -> PassStartTimes:
-        """Return the start times of the first micro-batch's passes on a device, as in the paper."""
+        """Return the start times of the first micro-batch's passes on a device."""
         # If K is a multiple of 3, gradients come two units later; otherwise they would collide with forwards of other
         # micro-batches on the device.
         late = 0 if num_devices % 3 else 2

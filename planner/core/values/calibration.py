@@ -29,8 +29,8 @@ class Calibration:
     overhead_us: float
     """Time of the executor itself per micro-batch, stage and direction (forward or backward)."""
     link: Link | None = None
-    """Link between neighbors; None if nothing was sent, or if links were measured one by one."""
+    """Link between neighbors; None if nothing was sent, or if the plan has several links."""
     reserve_bytes: int
-    """Largest difference, over the devices, of used memory and predicted peak. The peak does not include a reserve."""
+    """Memory that a device used in addition to its predicted peak; largest value of all devices."""
     step_ratio: float | None = None
     """Measured step time divided by the step time predicted with this calibration; None if not compared."""

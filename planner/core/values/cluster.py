@@ -115,7 +115,7 @@ class Cluster:
         return self.inter_link if leaves else self.link
 
     def link_between(self, device: int, neighbor: int, *, num_devices: int, replicas: int = 1) -> Link:
-        """Return the link between two neighboring devices of a pipeline. Within one device, the link takes no time.
+        """Return the link between two neighboring devices of a pipeline; the default link if they are the same device.
 
         Args:
             device: Index of one device in its pipeline.

@@ -212,7 +212,7 @@ _BY_CODE: Final = {known.code: known for known in RULES}
 
 
 def rule_of_code(code: str) -> Rule:
-    """Return the rule of a code, in upper or lower case.
+    """Return the rule with the code of a finding, such as `GP103` or `gp103`.
 
     Raises:
         UsageError: There is no such code; the hint lists similar codes.

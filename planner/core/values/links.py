@@ -20,7 +20,7 @@ class MeasuredLink:
     """Latency and bandwidth that the planner uses."""
     sample_bytes: tuple[int, ...] = ()
     sample_us: tuple[float, ...] = ()
-    """Median time to move each of `sample_bytes` once."""
+    """Median time of a transfer, for each size in `sample_bytes`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -61,7 +61,7 @@ class Inputs:
     compute: float = field(default=1.0, metadata=LEFT_OUT)
     """Measured divided by profiled compute time, from a calibration."""
     step_ratio: float | None = None
-    """Measured divided by predicted step time of the run that the calibration is from; None without a calibration."""
+    """Measured divided by predicted step time, from a calibration; None without a calibration."""
     batch: int
     """Samples per optimizer step (mini-batch), over all replicas."""
     link: Link = field(default_factory=Link)
@@ -90,7 +90,7 @@ class Inputs:
     together: tuple[tuple[str, ...], ...] = ()
     """Groups of layers that must be in one stage."""
     apart: tuple[tuple[str, ...], ...] = ()
-    """Groups of layers of which no two may be in one stage."""
+    """Groups of layers; all layers of a group must be in different stages."""
     recompute: RecomputePolicy = "auto"
     optimizer: str = ""
     dtype: Precision = ""
@@ -160,10 +160,10 @@ class SolverReport:
     lower_bound_us: float = 0.0
     """Lower bound of the step time of all plans that the request allows."""
     named_lower_bound_us: float = field(default=0.0, metadata=LEFT_OUT)
-    """Lower bound of the step time of all plans without searched action orders, if above `lower_bound_us`; else 0."""
+    """Lower bound of the step time of all plans with named schedules, if above `lower_bound_us`; else 0."""
 
     def named_gap(self, step_us: float) -> float | None:
-        """Return the gap over the named schedules, for a plan with the step time `step_us`; None without a bound."""
+        """Return the gap between the plan's step time and `named_lower_bound_us`; None without this bound."""
         return max(0.0, 1 - self.named_lower_bound_us / step_us) if self.named_lower_bound_us and step_us else None
 
 

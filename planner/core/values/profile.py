@@ -113,9 +113,7 @@ class BoundaryTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryDetail:
-    """Exact memory record of one layer at one micro-batch size.
-
-    The peak of any stage can be computed from these records.
+    """Exact memory of one layer at one micro-batch size.
 
     A peak is the additional memory relative to the start of the layer's forward, when its input is already in memory.
     """
@@ -151,7 +149,7 @@ class MemoryDetail:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitMemory:
-    """Exact memory record of one layer with a split backward, at one micro-batch size.
+    """Exact memory of one layer with a split backward, at one micro-batch size.
 
     A peak is relative to the memory at the start of the layer's forward. The layer's input counts only if the layer
     keeps it for the weight-gradient pass (W). The input-gradient pass is called I. A value of None was not measured.
@@ -248,7 +246,7 @@ class LayerProfile:
 
     name: str
     modules: tuple[str, ...] = ()
-    """Paths of the layer's modules in execution order, if `name` is not the only path."""
+    """Paths of the layer's modules in execution order; empty if the only path is `name`."""
     digest: str = ""
     """Digest; layers with equal digests run the same operators on the same shapes and were measured once."""
     parameter_bytes: int
@@ -319,7 +317,7 @@ class LayerProfile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WidthCosts:
-    """Costs of all layers for another tensor-parallel width (number of GPUs that share each layer)."""
+    """Costs of all layers for one tensor-parallel width (number of GPUs that share each layer)."""
 
     tensor_parallel: int
     """Number of GPUs that share each layer; every figure in `layers` is for one of these GPUs."""
@@ -334,7 +332,7 @@ class Profile:
     generator: WritingTool | None = None
     model: Model = field(default_factory=Model)
     proof: Proof | None = None
-    """Result of the equivalence check; None if it was not run."""
+    """Comparison of stages with the unpartitioned model; None if it was not run."""
     device: Device
     environment: Environment = field(default_factory=Environment)
     optimizer: str = ""
@@ -348,7 +346,7 @@ class Profile:
     """Number of replicas among which the experts of each layer are divided; replicas of a plan are a multiple of it."""
     layers: tuple[LayerProfile, ...]
     widths: tuple[WidthCosts, ...] = ()
-    """Costs of the layers if other numbers of GPUs share each layer."""
+    """Costs of the layers for other values of `tensor_parallel`."""
 
     def __repr__(self) -> str:
         """Return one line with the profiled model and device."""

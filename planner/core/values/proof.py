@@ -34,11 +34,11 @@ class Proof:
 
     @property
     def recomputed(self) -> bool:
-        """True if pipelines with recomputation were compared as well, and train as the model does."""
+        """True if pipelines with recomputation train as the unpartitioned model does."""
         return self.cuts > 0 and not self.differs_recomputed
 
     def __str__(self) -> str:
-        """Return the result of the check in one line."""
+        """Return the result of the equivalence check in one line."""
         if not self.cuts:
             return f"not compared with the unpartitioned model: {self.reason}"
         parts = ["loss", pluralize(self.gradients, "gradient")]
