@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 BUCKET_BYTES = 4 * 2**20
-"""Approximate size in bytes of a message with small gradients to other replicas; larger gradients need no copy."""
+"""Approximate size in bytes of a message to other replicas, into which small gradients are copied."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -47,8 +47,7 @@ class Evaluation:
         """Return the evaluation of the partition that a plan stores, with the costs of the layers in `profile`.
 
         Raises:
-            UsageError: The profile has no entry for the plan's tensor-parallel size or its micro-batch size, or lacks
-                one of its layers.
+            UsageError: The profile lacks the plan's tensor-parallel size, its micro-batch size, or one of its layers.
         """
         priced = tensor_parallel_profile(profile, plan.cluster)
         costs = costs_at(priced, plan.micro_batch_size, extrapolate=plan.inputs.extrapolate)

@@ -28,8 +28,8 @@ The maximum is over the repeated forward (w + g + f) and the backward that follo
 
 If a layer is not recomputed, its pending storages are freed before its backward.
 
-Otherwise, each peak is temporary memory on top of all saved memory. If a layer is recomputed, its peak also includes
-its saved bytes or its output, whichever is larger.
+Without `MemoryDetail`, each peak is temporary memory on top of all saved memory. If a layer is recomputed, its peak
+also includes its saved bytes or its output, whichever is larger.
 
 Sizes are rounded to whole bytes before they are added, so that sums do not depend on the order of addition.
 """
@@ -46,11 +46,11 @@ from planner.core.cost.passing import RelayedTensors
 from planner.core.cost.waiting import Backward, shared_cast_bytes, waiting_gradients_in_stage
 
 KEEP, RECOMPUTE = 0, 1
-"""First index of many arrays, the decision for a layer: keep its saved tensors, or recompute them."""
+"""Indices of the two decisions for a layer: keep its saved tensors, or recompute them."""
 
 
 FORWARD, FIRST_BACKWARD, BACKWARD = 0, 1, 2
-"""Positions in `LayerPeaks`."""
+"""Indices of the fields of `LayerPeaks`."""
 
 
 class LayerPeaks(NamedTuple):
@@ -94,8 +94,7 @@ class StageLayers:
     first: int
     end: int
     stacked: bool
-    """True if peaks add to the saved bytes of earlier layers; False if to the saved bytes of all layers of the stage.
-    """
+    """True if peaks add to the saved bytes of earlier layers; False if they add to the saved bytes of all layers."""
     peaks: LayerPeaks
     """Arrays of shape (2, end - first). Row 0: the layer is not recomputed; row 1: it is recomputed."""
     held: FloatArray
@@ -186,7 +185,7 @@ def most_bytes_freed(costs: ChainCosts) -> tuple[FloatArray, FloatArray]:
     """Return, for each layer, the largest number of bytes per micro-batch that its recomputation can free.
 
     Returns:
-        One array for layers that begin a stage, and one for other layers, whose input the stage must then store.
+        One array for layers that begin a stage, and one for other layers, because a stage must store their input.
     """
     dropped = np.rint(costs.memory.internal) + _sum_by_maker(costs, costs.storages.saved_by_maker)
     # Only storages with one reader count, because another reader may save a storage already.
@@ -301,7 +300,7 @@ def cast_gradient_peaks(costs: ChainCosts) -> FloatArray:
 
 
 def recomputed_backward_peaks(costs: ChainCosts) -> tuple[FloatArray, FloatArray]:
-    """Return the peak memory of each layer's first backward under autocast, if the layer is recomputed.
+    """Return each layer's peak in the first micro-batch's backward under autocast, if the layer is recomputed.
 
     Returns:
         Peak of each layer, including the gradients of all later layers of the chain; and the cumulative sums of the

@@ -32,7 +32,7 @@ class Partition:
 
     @classmethod
     def of(cls, plan: Plan, names: Sequence[str]) -> "Partition":
-        """Return the partition that a plan stores, for a chain with layers of these names, in order.
+        """Return the partition that a plan stores, for a chain with the layers `names`.
 
         Raises:
             UsageError: A recomputed layer is not in `names`.
@@ -64,7 +64,7 @@ class Partition:
 
     @property
     def schedule_object(self) -> Schedule:
-        """Schedule of the partition. If a search found its action orders, the schedule has those in `self.order`."""
+        """Schedule of the partition, with the action orders in `order` if there are any."""
         return schedule_of(self.schedule, self.order)
 
     @property

@@ -13,7 +13,7 @@ The letters are those of docs/cost-model.md, for one micro-batch unless noted:
     A = I + S + R    micro-batch that waits with its activations
     E = I + O + J    micro-batch that waits to be recomputed
 
-Parts of a stage in the middle, if each layer has a `MemoryDetail`:
+Parts of a stage that is neither the first nor the last, if each layer has a `MemoryDetail`:
 
                 not recomputed          recomputed
     held        A                       E
@@ -27,8 +27,8 @@ The first backward and the last micro-batch have parts of their own. G, T, O' an
 a split backward, each pass has its own peaks, and `weight_held` is what a micro-batch stores between the passes.
 `planner.core.cost.peak_points` counts the parts at each point in the step.
 
-Otherwise, the parts are an upper bound: the sum of all bytes that may exist. Compiled layers have a memory model of
-their own (`planner.core.cost.chain_costs.LayerMemoryModel`).
+Without `MemoryDetail`, the parts are an upper bound: the sum of all bytes that may exist. Compiled layers have a memory
+model of their own (`planner.core.cost.chain_costs.LayerMemoryModel`).
 """
 
 from collections.abc import Iterator, Mapping

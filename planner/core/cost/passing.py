@@ -50,7 +50,7 @@ class RelayedTensors:
         """Return the bytes of the stage's received input that each layer reads; shape (first layers, layers).
 
         Args:
-            sizes: Bytes of the relayed tensors to count: `self.all`, or `self.unkept` for those that no layer saves.
+            sizes: Bytes of relayed tensors: `self.all`, or `self.unkept` to count only tensors that no layer saves.
             all_input: Bytes of each layer's whole input.
         """
         return np.where(self._is_first, all_input, _one_layer_later(sizes))

@@ -15,7 +15,7 @@
     first W        as W, and gradients                          as W, and input backward gradients
     send B         input gradient                               the previous input gradients
 
-Input backward gradients are the parameter gradients that I creates, because W creates only large ones.
+Input backward gradients are the parameter gradients that I creates.
 While an action runs, a part named after it exists, such as `forward`, `last forward`, `first backward` or `backward`.
 This part includes all memory of the running micro-batch. Other parts of this micro-batch are removed when the action
 starts, and added when it ends. If replicas exchange gradients during the last backward, the part `message` exists at
@@ -361,7 +361,7 @@ class _PartCounter:
 def peak_part_counts(actions: tuple[tuple[Action, ...], ...]) -> tuple[IntArray, ...]:
     """Return, for each device, the number of allocations of each kind (`PARTS`) at points where its memory may peak.
 
-    Shape (points, chunks, parts). A point is left out if another point has at least as many parts of every kind.
+    Shape (points, chunks, parts). A point is left out if another point has at least as many allocations of every kind.
     """
     return tuple(starmap(_peak_part_counts, _programs(actions)))
 

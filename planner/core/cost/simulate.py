@@ -181,7 +181,7 @@ def makespans(
 ) -> FloatArray:
     """Return the step time of each of several partitions of a chain, in microseconds.
 
-    This function is equal to `period_us` if `own_us` is given, else to `last_end_us`, bit for bit.
+    The results are equal to those of `period_us` if `own_us` is given, else of `last_end_us`, bit for bit.
 
     Args:
         actions: Actions of each device, in order.

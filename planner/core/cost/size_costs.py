@@ -2,9 +2,9 @@
 
 How memory is computed depends on what the profile has for each layer:
 
-    `MemoryDetail`              the memory of a stage follows from the records of its layers, in order
-    required fields only        upper bound: the sum of all bytes that may be stored, plus temporary memory
-    `ProgramMemory` (TPU)       the memory model of the package for TPUs (`planner.core.extensions`)
+    `MemoryDetail`           exact: from all tensors that layers save or pass to later layers
+    required fields only     upper bound: the sum of all bytes that may be stored, plus temporary memory
+    `ProgramMemory` (TPU)    the memory model of the package for TPUs (`planner.core.extensions`)
 """
 
 from collections.abc import Callable, Sequence

@@ -45,11 +45,11 @@ class StagePeaks:
     first_recomputed: FloatArray
     """Highest memory in the first micro-batch's backward after recomputation."""
     backward: FloatArray
-    """Highest memory in the backward of a micro-batch after the first."""
+    """Highest memory in the backward of any other micro-batch."""
     first_message: FloatArray
-    """Highest memory in the backward while gradients are sent to other replicas, if M = 1."""
+    """Highest memory while gradients are sent to other replicas, if a step has one micro-batch."""
     message: FloatArray
-    """Highest memory in the last backward while gradients are sent to other replicas, if M > 1."""
+    """Highest memory while gradients are sent to other replicas, if a step has several micro-batches."""
     transient: FloatArray
     """Highest temporary memory of any action; used if `ChainCosts.exact` is false."""
 
@@ -63,13 +63,13 @@ class SplitBackwardMemory:
     gradients: FloatArray
     """Bytes of the parameter gradients that I creates; W creates the others."""
     first_input: FloatArray
-    """Highest memory in the first I, including the stage's output and the parameter gradients that I creates."""
+    """Highest memory in the first micro-batch's I, including the stage's output and the gradients that I creates."""
     input: FloatArray
-    """Highest memory in a later I, including the stage's output."""
+    """Highest memory in any other I, including the stage's output."""
     first_weight: FloatArray
-    """Highest memory in the first W, including the parameter gradients that W creates."""
+    """Highest memory in the first micro-batch's W, including the gradients that W creates."""
     weight: FloatArray
-    """Highest memory in a later W."""
+    """Highest memory in any other W."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -307,7 +307,7 @@ class StageTableBuilder:
     def highest(self, per_layer: FloatArray) -> FloatArray:
         """Return, for each stage, the maximum of `per_layer` over its layers.
 
-        `per_layer` has one column per layer. Its rows are for different first layers of stages, or it has one row.
+        `per_layer` has the shape (layers,), or (first layers of stages, layers).
         """
         running: FloatArray = np.maximum.accumulate(np.where(self.last >= self.first, per_layer, 0.0), axis=1)
         return running

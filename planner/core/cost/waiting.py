@@ -13,8 +13,6 @@ The waiting gradient is not freed. It therefore raises the peak of b's backward:
 
     increase = (peak of b's first backward - peak of a later backward) * share of shared parameters in b's gradients
 
-The first backward is taken because all gradients of the layer stay in memory after it.
-
 Under autocast, b's gradient is that of a low-precision copy of the parameter. Gradients of copies are not counted
 here, because `FixedLayerBytes.casts` counts them until the end of the backward. If a uses no copy, b's gradient is
 converted to the parameter's type before the backward of a. An embedding, for example, uses no copy.
@@ -36,7 +34,7 @@ Backward = Literal["first", "later"]
 
 
 class WaitingGradients(NamedTuple):
-    """Gradients of shared parameters in a group of stages, from the backward of one layer to that of another layer."""
+    """Gradients of shared parameters that wait for the backward of an earlier layer, for a group of stages."""
 
     rows: BoolArray
     """True for the first layers of the stages in the group, shape (first layers,)."""

@@ -39,11 +39,11 @@ def calibration_of(plan: Plan, evaluation: Evaluation, report: RunReport) -> Cal
 
 
 def calibrated_executor(calibration: Calibration, kind: str, measured: ExecutorCost | None = None) -> ExecutorCost:
-    """Return the executor's overhead and link, as in a calibration.
+    """Return the executor's overhead and link from a calibration.
 
     Args:
         calibration: Calibration from a run.
-        kind: Kind of device of the profile; must be the calibration's.
+        kind: Kind of the profiled device; must be equal to that of the calibration.
         measured: Executor costs in the profile; their link is returned if the calibration has no link.
 
     Raises:
@@ -81,7 +81,7 @@ def timed_steps_us(report: RunReport) -> tuple[float, ...]:
 
 
 def allocator_peaks(plan: Plan) -> tuple[int, ...]:
-    """Return the predicted peak of every device's allocator in bytes, which is the plan's peak without the reserve."""
+    """Return the predicted peak of every device in bytes, without the reserve."""
     return tuple(need - plan.inputs.reserve_bytes for need in plan.peak_bytes_by_device())
 
 

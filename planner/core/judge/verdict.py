@@ -265,15 +265,13 @@ def is_equal_rounded(name: str, written: float, computed: float) -> bool:
 def checkable_report(written: Plan, verdict: Verdict) -> SolverReport | None:
     """Return the solver report of a stored plan, to check its claims: status, lower bound, gap and frontier.
 
-    The result is None if the plan exceeds the memory limits of its own request, or was made from another profile. It
-    is also None if the plan claims nothing: its cuts were given, and it has no frontier.
-
     Args:
         written: Plan as stored.
         verdict: Verdict on this plan.
 
     Returns:
-        The stored report. If the stored step time is wrong, a report with the status `given` and without bounds.
+        The stored report, or one without bounds if the stored step time is wrong. None if the plan does not fit, was
+        made from another profile, or claims nothing.
     """
     now, codes = verdict.plan, {each.code for each in verdict.findings}
     if now is None or codes & {"GP101", "GP201"} or now.inputs != written.inputs:

@@ -96,7 +96,7 @@ SCHEDULE_CHOICES: Final = (*SCHEDULES, SEARCHED.name, "auto")
 
 @lru_cache(maxsize=64)
 def schedule_of(name: ScheduleName, order: tuple[str, ...] = ()) -> Schedule:
-    """Return the schedule with this name; with `order`, the schedule of these action orders, one text per device.
+    """Return the schedule called `name`; if `order` is given, a schedule with these action orders, one per device.
 
     Raises:
         UsageError: A word of `order` is not an action.

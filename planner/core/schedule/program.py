@@ -52,7 +52,7 @@ _instruction = lru_cache(maxsize=1 << 15)(Instruction)
 
 
 def sending_stage(kind: Letter, stage: int, num_stages: int) -> int | None:
-    """Return the stage whose message an action waits for.
+    """Return the stage that sends the message for which an action waits.
 
     Args:
         kind: Kind of the action.

@@ -85,7 +85,7 @@ class Balance:
     smaller: tuple[int, ...] = ()
     """Smaller numbers of processes for which there are other balance files (`cuts_path`), in descending order."""
     planned: RunPrediction | None = None
-    """Predictions with which the run compares itself at its end."""
+    """Predictions that are compared with the run at its end."""
 
     @property
     def num_stages(self) -> int:
