@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._C import _len_torch_function_stack
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
@@ -17,6 +18,10 @@ FunctionCall = tuple[str, int]
 
 Interceptor = Callable[[FunctionCall, Callable[[], Any]], Any]
 """Function of a call's identification and of a function that makes the call. It returns the result of the call."""
+
+
+_READ_MEMORY = (Tensor.tolist, Tensor.numpy, Tensor.__array__)
+"""Methods that read the values of a tensor without an operator, so that no recorder would note it."""
 
 
 class FunctionWatch(TorchFunctionMode):
@@ -56,6 +61,8 @@ class FunctionWatch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Intercept one call."""
+        if func in _READ_MEMORY and args[0].layout == torch.strided and not args[0].is_quantized:
+            torch.equal(args[0], args[0])  # an operator that reads values, like `.item()`
         run = self._run
         assert run is not None, "outside of gaps the mode is in no stack"
         name = getattr(func, "__name__", "")

@@ -1,12 +1,17 @@
-"""Memory of a recorded forward."""
+"""Memory of a recorded forward, and reads that run no operator."""
 
 import gc
+from collections.abc import Callable
+from typing import Any
 
+import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from planner.model.recorder import record
+from tests.support.cutting import compare_all_ways
 
 
 class Cache:
@@ -54,3 +59,28 @@ def test_a_recording_does_not_keep_the_parameters_alive() -> None:
     gc.collect()
     assert len(recording.calls) > 2
     assert all(parameter.expired() for parameter in parameters)
+
+
+class SplitByLengths(nn.Module):
+    """Splits what it embeds by an input that becomes a list or an array, as models of images and text do."""
+
+    def __init__(self, read: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.embed = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.read = read
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        parts = torch.split(self.embed(x).flatten(0, 1), [int(length) for length in self.read(lengths.flatten())])
+        x = torch.stack([part.mean(0) for part in parts])
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x
+
+
+@pytest.mark.parametrize("read", [Tensor.tolist, Tensor.numpy, np.asarray])
+def test_inputs_that_become_lists_or_arrays_are_sent(read: Callable[[Tensor], Any]) -> None:
+    def inputs(batch: int) -> tuple[Tensor, Tensor]:
+        return torch.randn(batch, 4, 8), torch.tensor([[1, 3]] * batch)
+
+    assert compare_all_ways(SplitByLengths(read), inputs).crossing == [2, 2, 2]
