@@ -3,7 +3,7 @@
 The form of the text is shape[:dtype[:upper bound]]; the shape has no batch dimension.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,18 @@ BATCH_FIRST = (
     "and the like, or transpose in the model's `forward`"
 )
 """Hint for a sequence-first model."""
+
+
+def samples_first_hint(shape: Sequence[int], size: int) -> str:
+    """Return the hint for a tensor whose first dimension is not the number of samples."""
+    rows, rest = divmod(shape[0], size) if shape else (0, 0)
+    if rows < 2 or rest:
+        return BATCH_FIRST
+    return (
+        f"if each sample has {rows} rows, such as the patches of an image, return `x.unflatten(0, (-1, {rows}))`, and "
+        f"call the model with `x.flatten(0, 1)` in a module around it; otherwise {BATCH_FIRST}"
+    )
+
 
 PLAIN_CONTAINERS = (
     "return inputs and targets in tuples, lists and dicts: `dict(batch)` for a BatchEncoding, `vars(batch)` for a "

@@ -26,10 +26,10 @@ from planner.model.copying import copy_module
 from planner.model.default_loss import DefaultLoss
 from planner.model.growth import SIZES
 from planner.model.inputs import (
-    BATCH_FIRST,
     PLAIN_CONTAINERS,
     input_tensor,
     plain_samples,
+    samples_first_hint,
     type_that_holds_samples,
 )
 from planner.model.module_tensors import parameters_as_ghosts
@@ -368,7 +368,7 @@ def _check_samples(path: str, size: int, pair: Sequence[Any], example: Callable[
         raise ModelError(
             f"{path}: `example_batch({size})` returned a tensor of shape {wrong[0]}, "
             f"expected {size} samples in its first dimension",
-            hint=BATCH_FIRST,
+            hint=samples_first_hint(wrong[0], size),
         )
     kind = type_that_holds_samples(pair, size)
     if kind:

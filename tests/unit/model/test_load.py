@@ -297,7 +297,8 @@ def test_an_unknown_optimizer_is_refused() -> None:
         ("(1, 2, 3)", "a tuple of 3"),
         ("[torch.randn(batch_size, 8)]", "a list of 1"),
         ("{'x': torch.randn(batch_size, 8)}", "return `inputs, None` if `forward` takes the targets as well"),
-        ("(torch.randn(8, batch_size), None)", "expected 2 samples in its first dimension"),
+        ("(torch.randn(9, batch_size), None)", "expected 2 samples in its first dimension (put the samples first"),
+        ("(torch.randn(4 * batch_size, 8), None)", "return `x.unflatten(0, (-1, 4))`, and call the model with"),
         ("(torch.randn(batch_size, 8), torch.tensor(1.0))", "expected 2 samples"),
         ("(torch.randn(batch_size, 8), {'y': torch.zeros(1, 1)})", "[1, 1]"),
         ("(torch.randn(batch_size, 8), UserDict(y=torch.zeros(batch_size)))", "a UserDict, which cannot be cut into"),
@@ -314,7 +315,7 @@ def test_a_wrong_example_batch_is_refused(tmp_path: Path, returned: str, expecte
     loaded = load(tmp_path, text)
     with pytest.raises(ModelError) as refused:
         loaded.example_batch(2)
-    assert expected in f"{refused.value} {refused.value.hint}"
+    assert expected in f"{refused.value} ({refused.value.hint})"
 
 
 def test_inputs_may_be_nested(tmp_path: Path) -> None:
