@@ -126,7 +126,7 @@ class _Arcs:
         columns: list[list[Any]] = []
         for place in places:
             level = case.num_devices - 1 - place
-            stages = StageTimeArrays.of_variants([problem.stages(level, 0, np.arange(self.num_layers + 1))])
+            stages = StageTimeArrays.stacked([problem.stages(level, 0, np.arange(self.num_layers + 1))])
             at = stages.select(*np.nonzero(np.isfinite(stages.forward)))
             before = np.where(at.first > 0, problem.links[level + 1].on_link_us[at.first], 0.0)
             times = (at.forward, at.backward, at.last_backward, before, at.own_us, at.slack_us - 2 * at.link)

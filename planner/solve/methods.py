@@ -1,4 +1,4 @@
-"""Choice of the search function for each case of a request, and limits on the actions that it simulates."""
+"""Search over all schedules, replicas and micro-batches of a request, and choice of the search functions."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -45,8 +45,7 @@ def search_function_for(case: Case, request: Request, start: Answer | None) -> P
     Args:
         case: The case.
         request: The request.
-        start: Answer to start from, or None. For recomputation layer by layer, it is an answer that recomputes whole
-            stages. For schedules made by the solver, it is the answer whose action orders are to be improved.
+        start: Answer to improve, or None.
     """
     # Import only the search that is needed, so that short requests, such as those of `check`, start quickly.
     if request.solver == "milp":
@@ -75,7 +74,7 @@ def _simulated_search(schedule: Schedule, start: Answer | None) -> PlanSearch:
 
 
 def lacks_bound(schedules: Iterable[Schedule]) -> bool:
-    """Return True if HiGHS is not installed but would raise the lower bounds of plans under one of the schedules."""
+    """Return True if HiGHS is not installed, and one of the schedules needs it for good lower bounds."""
     return not is_installed("highspy") and any(map(has_linear_program, schedules))
 
 
@@ -108,7 +107,7 @@ def _sort_key_by_estimate(case: Case) -> tuple[float, ...]:
 
 
 class CaseKey(NamedTuple):
-    """Key that distinguishes the cases of a request."""
+    """Schedule and numbers that identify a `Case` of a request."""
 
     schedule: Schedule
     chunks: int
@@ -122,7 +121,7 @@ class CaseKey(NamedTuple):
 
 
 class SearchedCases(NamedTuple):
-    """Result of the searches of several cases (`Case`) of a request."""
+    """Result of a search over several schedules and numbers of replicas and micro-batches."""
 
     best: Answer | None
     bounds_us: Mapping[ScheduleName, float]
@@ -130,11 +129,11 @@ class SearchedCases(NamedTuple):
     complete: bool
     """True if there was time to search every case."""
     answers: Mapping[CaseKey, Answer]
-    """Answers of the cases that were searched."""
+    """Answer for each combination that was searched."""
 
     @property
     def bound_us(self) -> float:
-        """Lower bound of the step time of all plans of the cases."""
+        """Lower bound of the step time of all plans, under any of the schedules."""
         return min(self.bounds_us.values(), default=inf)
 
     def simplest_answer(self, best: Answer, share: float) -> Answer:
@@ -201,18 +200,21 @@ def search_cases(
     ranks: Mapping[tuple[int, int, int], float] | None = None,
     budget: Mapping[ScheduleName, int] = MappingProxyType({}),
 ) -> SearchedCases:
-    """Return the best answer of a search over several cases, with lower bounds for all cases.
+    """Search several combinations of schedule, replicas and micro-batches.
 
     Args:
-        cases: The cases.
+        cases: The combinations.
         request: The request.
         deadline: Limits on time and on simulated actions.
         upper_us: Step time to beat, in microseconds.
-        starts: Answers from which the searches of some cases start, by case.
+        starts: Answers from which some of the searches start.
         ranks: Estimated step time for each tuple of tensor-parallel width, replicas and number of micro-batches. The
-            cases of a schedule are searched in ascending order of this time, until it reaches the best step time found.
-            None: lower bounds decide the order.
+            fastest estimates are searched first. Estimates that exceed the best step time found are not searched. None:
+            lower bounds decide the order.
         budget: Number of actions to simulate per schedule; if empty, the request decides.
+
+    Returns:
+        The best answer, and lower bounds for all combinations.
     """
     is_open = request.inputs.schedule == "auto"
     results = _Pass(cases, budget or _action_limits(request), upper_us, is_ranked=ranks is not None)
@@ -281,8 +283,8 @@ def lower_bound_of_case_us(case: Case, upper_us: float) -> float:
 def named_lower_bound_us(cases: Sequence[Case], searched: SearchedCases, request: Request, deadline: Deadline) -> float:
     """Return a lower bound of the step time of all plans with a named schedule, that is, any schedule except `search`.
 
-    The bound is at most the step time of the best plan found, with any schedule. It is 0 if the best plan is proven
-    optimal, if the request fixes schedule or cuts, or if `request.searches_longer` is False.
+    The bound is not computed, and 0 is returned, if the best plan is proven optimal, if the request fixes the schedule
+    or the cuts, or if `request.searches_longer` is False.
 
     Args:
         cases: All cases of a request, including those with the schedule `search`.
@@ -314,7 +316,7 @@ def _us_to_beat(upper_us: float, case: Case, request: Request) -> float:
 
 
 def improve_fastest_answers(searched: SearchedCases, request: Request, deadline: Deadline) -> SearchedCases:
-    """Return the result of longer searches from the fastest plans; `searched` itself if its best plan is optimal."""
+    """Improve the fastest plans by further searches, unless the best plan is optimal; return the results."""
     best, answers = searched.best, dict(searched.answers)
     if best is None or searched.bound_us >= best.step_us:
         return searched
@@ -346,7 +348,7 @@ def fastest_schedules_us(answers: Iterable[Answer], most: int) -> dict[ScheduleN
 
 
 def key_without_schedule(case: Case) -> tuple[object, ...]:
-    """Return a key that is equal for two cases if only their schedules differ, but not the placement of stages."""
+    """Return a key for a case without its schedule, but with the placement of stages on devices."""
     return CaseKey.of(case)._replace(schedule=GPIPE), case.schedule.placement
 
 

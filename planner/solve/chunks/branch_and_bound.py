@@ -2,10 +2,9 @@
 
 In a partition, every layer belongs to one stage, and a stage has one recompute choice. The solution of the linear
 program may divide a layer between two stages, or a stage between two recompute choices. Branch and bound (Land and
-Doig, 1960) then replaces the linear program (a node) by several nodes with one more decision each. Decisions are that a
+Doig, 1960) then replaces the linear program (a node) by several nodes with one more decision each. A decision is that a
 cut is before or after a layer, or that a stage has one recompute choice. The search continues with the node of smallest
-step time. Its next decision is about the cut or the stage whose divided layers take most time. The smallest step time
-of all remaining nodes is a lower bound for all partitions.
+step time. The smallest step time of all remaining nodes is a lower bound for all partitions.
 
 The solver HiGHS solves the linear programs (`linear_program.py`). Without HiGHS, this bound is not available.
 """
@@ -50,7 +49,7 @@ class _CutSide(NamedTuple):
 
 
 class _RecomputeOption(NamedTuple):
-    """Decision that a stage recomputes all of its layers with one option, or none of its layers."""
+    """Decision for one recompute choice of a stage."""
 
     stage: int
     option: int | None
@@ -75,7 +74,7 @@ class _Node(NamedTuple):
 
 
 class BranchAndBound:
-    """Branch and bound over stage boundaries and recompute choices. HiGHS solves the linear programs."""
+    """Branch and bound over cuts and recompute choices."""
 
     def __init__(self, program: LinearProgram) -> None:
         # HiGHS is imported here, because it loads longer than everything else that a short command needs.
@@ -107,7 +106,7 @@ class BranchAndBound:
             limit_s: Time limit in seconds.
 
         Returns:
-            Lower bound of the step time, and the cuts between stages in the solution; None if a limit is reached first.
+            Lower bound of the step time, and the cuts of the solution; None if a limit is reached first.
         """
         upper = upper_us / self._program.unit_us * (1 + 2 * _SAFE)
         self._solver.setOptionValue("objective_bound", upper)
@@ -127,8 +126,7 @@ class BranchAndBound:
         The bound is at most `upper_us`. It is 0 if `solve` has found no bound.
 
         Args:
-            upper_us: Step time of a known plan, in microseconds. Linear programs with a longer step time are not
-                branched on.
+            upper_us: Step time of a known plan, in microseconds.
             most_iterations: Limit on simplex iterations.
             limit_s: Time limit in seconds.
         """

@@ -1,8 +1,7 @@
 """Raise a lower bound of the step time of several cases by linear programs.
 
-A case (`planner.solve.space.case`) is a choice of schedule and numbers of chunks, micro-batches and replicas. The
-smallest bound of any case is the bound of all cases. So linear programs are solved only for cases that have the
-smallest bound. If one of these bounds cannot be raised, the others need not be.
+A case (`planner.solve.space.case`) is a choice of schedule and numbers of chunks, micro-batches and replicas. Only the
+smallest bound of any case counts. So linear programs are solved only for cases that have the smallest bound.
 
 The search of `auto` has no time for the linear programs of all cases. They are solved after the search.
 
@@ -28,13 +27,10 @@ _EQUAL: Final = 1 + 1e-9
 
 
 class _CaseBound(NamedTuple):
-    """Lower bound of the step time of a case on `num_devices` devices."""
-
     least_us: float
     number: int
     case: Case
-    num_devices: int
-    """Number of devices; 0 if no linear program can raise the bound any more."""
+    num_devices: int  # 0 if no linear program can raise the bound any more
 
 
 def raised_lower_bound_us(bounds: Iterable[tuple[Case, float]], upper_us: float, deadline: Deadline) -> float:

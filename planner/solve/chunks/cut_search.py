@@ -1,11 +1,9 @@
 """Local search over cuts with several stages per device, where a stage is recomputed whole or not at all.
 
-All moves of a cut are first simulated with the current recomputation. For the fastest moves, the recomputation of the
-devices whose stages change is then chosen again. If any stage is recomputed, a change of the recompute choices of one
-device is a move as well.
+All moves of a cut are first simulated with the current recomputation. For the fastest moves, the search then chooses
+the recomputation again on devices whose stages change. Moves may also change the recomputation of one device.
 
-Complexity: O(V K M) numpy operations for each batch of moves, with V chunks on each of K devices and M micro-batches. A
-batch of moves is charged to the budget of simulated actions like one partition, because it takes about as long.
+Complexity: O(V K M) numpy operations for each batch of moves, with V chunks on each of K devices and M micro-batches.
 """
 
 from collections.abc import Iterator, Sequence

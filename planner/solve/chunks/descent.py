@@ -1,4 +1,4 @@
-"""Local search over cuts: improve several partitions, then repeatedly the best result after random moves.
+"""Local search over cuts, with random restarts from the best partition.
 
 A move shifts the cuts a..b by the same number of layers. Only the stage before cut a and the stage after cut b change
 their number of layers. With a = b, one cut moves; with a < b, the stages between cut a and cut b move together.
@@ -6,11 +6,8 @@ their number of layers. With a = b, one cut moves; with a < b, the stages betwee
     before the move    |  0  |  1  |  2  |  3  |
     a = 2, b = 3, +1   |  0  |  1    |  2  |3  |
 
-Moves are tried in random order (with a fixed seed), batch by batch. If the best move of a batch improves the partition,
-it is made. If no move improves the partition, a few random moves change the best partition, and the search continues
-from the result.
-
-Partitions are compared by the bytes by which they exceed the memory limits, then by step time.
+Moves are tried in random order (with a fixed seed), batch by batch. The search makes the best move of a batch if it
+improves the partition. If no move improves the partition, the search makes a few random moves and continues.
 """
 
 import random
@@ -51,7 +48,7 @@ _PERTURBATIONS = 2, 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionCandidate:
-    """Partition in a local search, with the bytes over its memory limits and its step time."""
+    """Partition in a local search, with its step time."""
 
     cuts: IntArray
     """Cuts from 0 to L, shape (stages + 1,)."""
@@ -64,7 +61,7 @@ class PartitionCandidate:
 
     @property
     def rank(self) -> tuple[float, float]:
-        """Key to compare partitions: bytes over the memory limits, then step time; smaller is better."""
+        """Values to compare: bytes over the memory limits, then step time; smaller is better."""
         return self.excess_bytes, self.step_us
 
     @property
@@ -73,7 +70,7 @@ class PartitionCandidate:
         return self.cuts.tobytes(), self.choices.tobytes(), *self.rank
 
     def beats(self, other: "PartitionCandidate") -> bool:
-        """Return True if the rank of this partition is smaller than the rank of `other`."""
+        """Return True if this partition is better than `other`."""
         return self.rank < (other.excess_bytes, other.step_us * (1 - SAME))
 
 
@@ -86,7 +83,7 @@ class Descent(ABC, Generic[CandidateT]):
     Args:
         progress: Best partition so far, and limits of the search.
         evaluator: Evaluator for this number of devices.
-        rows: Number of moves in a batch.
+        rows: Number of moves to simulate together.
         seed: Seed of the random order of moves.
     """
 

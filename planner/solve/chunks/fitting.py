@@ -49,7 +49,7 @@ class RecomputeFitter:
         return np.unique(np.array([[allowed[0]] * num_chunks, *some]), axis=0)
 
     def least_recomputation(self, num_partitions: int) -> IntArray:
-        """Return the recompute choices with the least recomputation allowed; shape (num_partitions, stages)."""
+        """Return the recompute choices with the least recomputation; shape (num_partitions, stages)."""
         return np.full((num_partitions, self._evaluator.num_stages), self._evaluator.allowed[0])
 
     def fit(self, cuts: IntArray, choices: IntArray, is_open: BoolArray) -> tuple[IntArray, FloatArray]:
@@ -116,7 +116,7 @@ class RecomputeFitter:
             devices: Device to examine in each partition: a sorted array of shape (partitions,).
 
         Returns:
-            Bytes for each of `combinations`, shape (partitions, combinations).
+            Bytes for each row of `RecomputeFitter.combinations`, shape (partitions, combinations).
         """
         return self._evaluator.excess_by_combination(cuts, devices, self._places)
 

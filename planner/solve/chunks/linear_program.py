@@ -17,7 +17,7 @@ maximum of two clocks becomes a variable with the constraints that it is at leas
 Memory has a linear lower bound. At a point in the step, a stage takes at least d + sum of a_l bytes without
 recomputation, and at least d + sum of h_l bytes with a recompute option. The sums are over the stage's layers l:
 
-    a_l     bytes that layer l adds to a stage that begins with it, without recomputation: mean over such stages
+    a_l     bytes of the stage l..e minus bytes of the stage l+1..e, without recomputation: mean over all e
     h_l     the same mean with the recompute option
     d       minimum, over all possible stages, of the bytes of a stage minus its sum of a_l or h_l
 
@@ -80,17 +80,17 @@ class LinearExpression:
 
 
 class RecomputeColumns(NamedTuple):
-    """Columns and rows of the linear program for the recomputation of one stage, which may have parts of layers."""
+    """Variables and constraints of the linear program for the recomputation of one stage."""
 
     columns: list[dict[int, int]]
-    """For each recompute option, a column of each layer: the share of the layer that the stage recomputes."""
+    """For each recompute option and layer: column of the share of the layer that the stage recomputes."""
     rows: dict[int, int]
-    """Row of each layer. Its constraint: the stage recomputes at most its part of the layer."""
+    """For each layer: row of the constraint that the stage recomputes no more than its share of the layer."""
 
 
 @dataclass(slots=True)
 class LinearConstraints:
-    """Constraints of a linear program as a sparse matrix: linear expressions that are 0, or at least 0."""
+    """Constraints of a linear program as a sparse matrix."""
 
     columns: list[int] = field(default_factory=list)
     factors: list[float] = field(default_factory=list)
@@ -115,12 +115,12 @@ def approximate_num_constraints(evaluator: Evaluator) -> int:
 
 
 class LinearProgram:
-    """Linear program whose solutions include all partitions on a number of devices.
+    """Linear program for the cuts on one number of devices; its optimum is a lower bound of the step time.
 
     Args:
         evaluator: Evaluator for this number of devices.
-        reference_cuts: Cuts of any partition. Memory is constrained only at the points in the step where this
-            partition may need the most memory.
+        reference_cuts: Cuts of any partition. The program limits memory only at the points in the step where this
+            partition may need most memory.
         scale_us: Approximate step time in microseconds, which sets the units of the program.
     """
 
@@ -329,10 +329,8 @@ def _pairwise_sums(first: list[LinearExpression], second: list[LinearExpression]
 
 
 def _linear_lower_bound(table: FloatArray) -> tuple[FloatArray, float]:
-    """Return a weight for each layer, and a constant.
-
-    For each stage, the constant plus the weights of the stage's layers is at most the stage's value in `table`.
-    """
+    # Return a weight for each layer, and a constant. For each stage, the constant plus the weights of its layers is at
+    # most the value of the stage in `table`.
     first, added = _stage_places(len(table) - 1, table.shape[1])
     is_stage = (first >= 0) & np.isfinite(table)
     # The average that the first layer of a stage adds to it, over all ends.
@@ -348,12 +346,9 @@ def _linear_lower_bound(table: FloatArray) -> tuple[FloatArray, float]:
 
 @lru_cache(maxsize=64)
 def _stage_places(num_layers: int, width: int) -> tuple[IntArray, IntArray]:
-    """Return places in a table of stages, shape (layers + 1, width).
-
-    Returns:
-        First layer of the stage of each entry, negative without a stage; and for each layer, the places of the stages
-        of several layers that begin with it, in the flat table without its last column, -1 for none.
-    """
+    # Return two arrays for a table of stages, shape (layers + 1, width): the first layer of the stage of each entry;
+    # and, for each first layer, the flat indices of stages of two or more layers in the table without its last column.
+    # Both are negative where there is no stage.
     first = np.arange(num_layers + 1)[:, None] - width + np.arange(width)[None]
     ends = np.arange(num_layers)[:, None] + np.arange(2, width + 1)
     places = ends * (width - 1) + np.arange(width - 2, -1, -1)

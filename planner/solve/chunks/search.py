@@ -123,10 +123,10 @@ def _branch_from_weakest(progress: Progress, bounds: list["_DeviceBound"]) -> No
 
 
 def improve_answer(answer: Answer, *, deadline: Deadline, descents: int = 0) -> Answer:
-    """Return the result of a longer search; `answer` itself if the search finds no faster plan.
+    """Search longer for a faster plan; return the better answer.
 
     Args:
-        answer: Answer from whose partition a local search starts.
+        answer: Answer with the partition from which a local search starts.
         deadline: Time at which the search stops.
         descents: Number of further local searches from `start_cuts`, each with another random order of moves.
     """
@@ -144,10 +144,7 @@ def improve_answer(answer: Answer, *, deadline: Deadline, descents: int = 0) -> 
 
 
 def evaluators_by_devices(progress: Progress) -> Iterator[tuple[Evaluator, float]]:
-    """Yield an evaluator and a lower bound of the step time, for each number of devices that may have a better plan.
-
-    Numbers of devices whose simulation would exceed the budget are skipped, and this is recorded in `progress`.
-    """
+    """Yield an evaluator and a lower bound of the step time, for each number of devices that may have a better plan."""
     case = progress.case
     progress.deadline.check()
     if case.is_too_large:
@@ -205,7 +202,7 @@ def _simulate_choices(progress: Progress, evaluator: Evaluator, fitting: Recompu
 
 
 def all_cuts(evaluator: Evaluator) -> Iterator[IntArray]:
-    """Yield the cuts of all partitions that the case's rules allow, in blocks of shape (partitions, stages + 1)."""
+    """Yield the cuts of all allowed partitions, in blocks of shape (partitions, stages + 1)."""
     case, num_stages = evaluator.case, evaluator.num_stages
     num_layers, balance = case.costs.num_layers, case.rules.balance
     inner = combinations(range(1, num_layers), num_stages - 1) if balance is None else [np.cumsum(balance[:-1])]
@@ -230,7 +227,7 @@ def actions_per_descent(progress: Progress, evaluator: Evaluator) -> int:
 
 
 class _DeviceBound(NamedTuple):
-    """Lower bound of the step time of all partitions on a number of devices."""
+    """Lower bound of the step time on one number of devices."""
 
     evaluator: Evaluator
     least_us: float
@@ -271,7 +268,7 @@ def _rows(evaluator: Evaluator) -> int:
 
 
 def approximate_work(evaluator: Evaluator) -> int:
-    """Return an estimate of the time to solve an evaluator's linear program, in units of one simulated action."""
+    """Return how many actions can be simulated in the time that the linear program takes; an estimate."""
     # The time grows approximately with the square of the size.
     return approximate_num_constraints(evaluator) ** 2 // _ROWS_SQUARED
 
@@ -293,7 +290,7 @@ def solve_linear_program(
     Args:
         progress: State of the search.
         evaluator: Evaluator for a number of devices.
-        starts: Cuts from which searches start. `starts[0]` is the program's `reference_cuts`.
+        starts: Result of `start_cuts`.
         enough_us: Step time above which the lower bound need not be raised, in microseconds.
     """
     budget = progress.budget
@@ -332,10 +329,9 @@ def _bound_limit_s(progress: Progress) -> float:
 
 
 def start_cuts(progress: Progress, evaluator: Evaluator) -> list[IntArray]:
-    """Return cuts to start from: even cuts, and cuts that minimize the longest backward of any stage.
+    """Return cuts from which searches start, such as even cuts.
 
-    With at least `_MANY_MICRO_BATCHES` per device, cuts with the evenest work of devices follow. Cuts that the case's
-    rules forbid are left out. If the request fixes the cuts, return only the fixed cuts.
+    If the request fixes the cuts, return only the fixed cuts.
     """
     case, num_stages = evaluator.case, evaluator.num_stages
     if case.rules.balance is not None:

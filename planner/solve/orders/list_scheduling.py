@@ -44,7 +44,7 @@ class ActionOrder(NamedTuple):
     rows: list[list[Act]]
     """Stage, kind and micro-batch of each action, for each device."""
     period_us: float
-    """Step time in microseconds if no transfer keeps the receiving device busy."""
+    """Step time in microseconds, simulated as if transfers never kept the receiving device busy."""
 
     def actions(self) -> tuple[tuple[Action, ...], ...]:
         """Return the actions of each device, in order."""
@@ -88,8 +88,7 @@ def follow_order(
 ) -> ActionOrder | None:
     """Return an action order close to a preferred one, as far as dependencies and memory allow.
 
-    A free device looks at its next `lookahead` preferred actions and runs the first one that can run. It waits instead
-    if an earlier one of these actions can run soon.
+    A free device runs the first of its next `lookahead` preferred actions that can run.
 
     Args:
         problem: The stages with their times and memory.

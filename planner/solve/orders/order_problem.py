@@ -46,9 +46,9 @@ class SimulationTables:
     last_durations_us: Mapping[Letter, Sequence[float]]
     """Duration of the backwards of the last micro-batch, for each stage."""
     saved_us: Sequence[float]
-    """For each stage, time by which a whole backward (B) is shorter than what `OrderProblem.busy_us` counts for it."""
+    """For each stage with split backwards, duration of I plus W minus duration of B; 0 for other stages."""
     last_saved_us: Sequence[float]
-    """The same time for the last micro-batch."""
+    """`saved_us` of the last micro-batch."""
     down: Sequence[Route]
     """Route from each stage but the last to the next one."""
     up: Sequence[Route]
@@ -82,7 +82,7 @@ class OrderProblem:
     limits_bytes: tuple[float, ...]
     """Memory limit of each device."""
     own_us: tuple[float, ...]
-    """Time of optimizer steps and all-reduces on each device, as if they all followed the device's last action."""
+    """Time of optimizer steps and all-reduces after the last action of each device."""
 
     @cached_property
     def tables(self) -> SimulationTables:
@@ -138,7 +138,7 @@ class OrderProblem:
         )
 
     def busy_us(self, device: int) -> float:
-        """Return the time that a device is busy in a step: its actions, all-reduces and optimizer steps."""
+        """Return the time of a device's actions, all-reduces and optimizer steps in a step."""
         total_us, more = self.own_us[device], self.micro_batches - 1
         for stage in self.stages_by_device[device]:
             times = self.times[stage]

@@ -25,9 +25,8 @@ device runs all forwards and input gradients of g, h, …. So the window of f's 
     t       time of one micro-batch to g: forwards of f and of the stages before g, and their transfers
     b       time of one micro-batch from g back to f: input gradients of the stages between, and transfers
 
-These bounds hold for any order of micro-batches, and for split and whole backwards. The lower bound of a partition is
-the largest sum of a device's window and its time between steps. The lower bound for all partitions is the smallest of
-these bounds.
+These bounds hold for any order of micro-batches, and for split and whole backwards. A device's window, all-reduces and
+optimizer step together are a lower bound of the step time of a partition.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -63,11 +62,11 @@ class StageTimeBounds:
 
     forward_us: FloatArray
     gradient_us: FloatArray
-    """Least time of a stage to compute its input gradient (G)."""
+    """Shortest time to compute the input gradient of a micro-batch."""
     backward_us: FloatArray
-    """Least time of one backward, for the gradients of the stage's input and weights."""
+    """Shortest time of a whole or split backward of a micro-batch."""
     work_us: FloatArray
-    """Sum of the forwards and backwards of all M micro-batches."""
+    """Sum of the forwards and backwards of all micro-batches."""
     send_us: FloatArray
     """Time of one transfer to the next stage."""
 
@@ -115,8 +114,8 @@ def least_windows_us(
         micro_batches: Number of micro-batches.
         most_in_flight: Largest number of micro-batches in flight on each device's first stage, at least 1; shape
             (partitions, devices).
-        later_gradient_us: Least input-gradient times of stages after a device's first stage, shape (partitions,
-            stages). None to use `times.gradient_us`.
+        later_gradient_us: Input-gradient times of the stages that follow a device's first stage in the chain, shape
+            (partitions, stages). None to use `times.gradient_us`.
 
     Returns:
         Lower bounds in microseconds, shape (partitions, devices).
@@ -202,7 +201,7 @@ class _StageBounds:
 
     times: StageTimeBounds
     own_us: FloatArray
-    """Time of each device between steps, in microseconds; shape (partitions, devices)."""
+    """All-reduce and optimizer time of each device, in microseconds; shape (partitions, devices)."""
     always: FloatArray
     held: FloatArray
     """Memory of a micro-batch between its forward and its backward."""

@@ -44,7 +44,7 @@ _HALVINGS = 50
 
 
 def least_us_in_any_order(case: "Case") -> float:
-    """Return a lower bound of the step time of all plans of a case, for any action order, in microseconds."""
+    """Return a lower bound of the step time for all cuts and action orders, in microseconds."""
     pair_us = case.micro_batches * (case.costs.forward_us + case.least_backward_us) / case.highest_speed
     return max(_busiest_device_us(pair_us, case.num_devices), _least_recomputation_us(case)) * _SAFE
 
@@ -56,10 +56,8 @@ def _busiest_device_us(layer_us: FloatArray, num_devices: int) -> float:
 
 
 def least_saved_bytes(costs: ChainCosts) -> FloatArray:
-    """Return a lower bound of the bytes that each layer stores from its forward to the end of its backward.
-
-    If `costs.exact` is true, the layer's input is not counted, because another layer may store it.
-    """
+    """Return a lower bound of the bytes that each layer stores from its forward to the end of its backward."""
+    # With exact memory records, the input of a layer is not counted, because another layer may store it.
     saved, levels = costs.memory.saved, costs.memory
     if costs.exact:
         saved = np.minimum(levels.internal, levels.backward - levels.output_in_backward - (np.cumsum(saved) - saved))

@@ -1,4 +1,4 @@
-"""Case of a request: one schedule and numbers of micro-batches, chunks and replicas."""
+"""Combination of a schedule and numbers of micro-batches, chunks and replicas, with the costs of its stages."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ from planner.solve.space.tables import NO_CHOICE, MemoryTable
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageRules:
-    """Rules that forbid some stages, from the options `--together` and `--apart` and from fixed cuts."""
+    """Stages that the options `--together` and `--apart`, and fixed cuts, forbid."""
 
     together: tuple[tuple[int, ...], ...] = ()
     """Groups of layers that must be in one stage."""
@@ -56,7 +56,7 @@ class StageRules:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Schedule and numbers of chunks, micro-batches and replicas, for which the solver searches cuts."""
+    """Schedule and numbers of chunks, micro-batches and replicas, for which the solver searches the best cuts."""
 
     costs_at_size: CostsAtSize
     cluster: Cluster
@@ -68,7 +68,7 @@ class Case:
     rules: StageRules
     chunks: int = 1
     least_recompute_us: Callable[[int, float, PeakPoints], FloatArray] | None = None
-    """Method `planner.solve.layers.stage_times.RecomputeTimes.table`, or None to recompute only whole stages."""
+    """Function that returns the recomputation time with which each stage fits; None to recompute only whole stages."""
     _memory: dict[tuple[int, int], MemoryTable] = field(default_factory=dict, repr=False, compare=False)
 
     def partition(self, cuts: Sequence[int] | IntArray, choices: Sequence[int] | IntArray, **more: Any) -> Partition:
@@ -127,7 +127,7 @@ class Case:
 
     @cached_property
     def least_backward_us(self) -> FloatArray:
-        """Shortest backward time of each layer: whole, or split if the schedule allows it."""
+        """Shortest backward time of each layer, with a split backward if the schedule allows it."""
         if not self.schedule.splits_backward:
             return self.costs_at_size.backward_us
         return np.minimum(
@@ -141,7 +141,7 @@ class Case:
 
     @cached_property
     def bound_us(self) -> float:
-        """Lower bound of the step time that ignores memory, links, overheads and recomputation."""
+        """Lower bound of the step time, computed without memory, links, overheads and recomputation."""
         forward_us, backward_us = self.costs_at_size.forward_us, self.least_backward_us
         bottlenecks = (self._bottleneck_us(times) for times in (forward_us, backward_us, forward_us + backward_us))
         return self.schedule.bound_us(ComputeTimeBounds(self.work_us, *bottlenecks), self.micro_batches, self.chunks)
@@ -178,7 +178,7 @@ class Case:
         return self.micro_batches * share_us
 
     def peak_points(self, num_later: int) -> PeakPoints:
-        """Return the points in the step at which the memory of a stage with `num_later` later stages may peak."""
+        """Return the points in the step at which a stage with `num_later` later stages may need most memory."""
         return stage_peak_points(self.schedule, micro_batches=self.micro_batches, num_later=num_later)
 
     def memory_table(self, width: int, num_later: int) -> MemoryTable:
@@ -210,9 +210,9 @@ class Case:
         Args:
             num_stages: Largest number of stages if all devices and links are equal, else the exact number.
             width: Number of layers of the longest stage to consider.
-            most_bytes: Additional memory limit of every device in bytes, reserve included.
+            most_bytes: Peak memory that no device may exceed, in bytes, in addition to its own memory limit.
             every_choice: True to list each stage with every recompute choice that fits, and its peak memory; False to
-                list each stage with its fastest choice that fits.
+                list each stage with the fastest choice that fits.
             exact: True to use exactly `num_stages` stages, even if all devices and links are equal.
         """
         return ChainProblem(

@@ -1,4 +1,4 @@
-"""Evaluation of many partitions of one case at once: simulated step times, and memory compared with the limits."""
+"""Step time and memory of many partitions at once."""
 
 from contextlib import suppress
 from copy import copy
@@ -46,7 +46,7 @@ _WIDEST = 6
 
 
 class Evaluator:
-    """Evaluator of step time and memory for many partitions of a case at once, on `num_devices` devices.
+    """Computation of step time and memory for many partitions at once, all on `num_devices` devices.
 
     Cuts have shape (partitions, stages + 1). Recompute choices of the stages are indices into `CHOICES` and have shape
     (partitions, stages).
@@ -79,18 +79,18 @@ class Evaluator:
 
     @property
     def num_actions(self) -> int:
-        """Number of actions in a step, which a simulation charges to the budget."""
+        """Number of actions in a step."""
         return (3 if self.case.schedule.splits_backward else 2) * self.case.micro_batches * self.num_stages
 
     @property
     def has_layers(self) -> bool:
-        """Return True if the layers suffice for `num_stages` stages, and if fixed cuts result in this number."""
+        """Return True if the layers can be divided into `num_stages` stages."""
         balance = self.case.rules.balance
         return self.case.costs.num_layers >= self.num_stages and (not balance or len(balance) == self.num_stages)
 
     @property
     def num_cuts(self) -> int:
-        """Number of ways to cut the layers into stages, including forbidden ones."""
+        """Number of ways to divide the layers into `num_stages` stages; 1 if the cuts are fixed."""
         return 1 if self.case.rules.balance is not None else comb(self.case.costs.num_layers - 1, self.num_stages - 1)
 
     @property
@@ -111,7 +111,7 @@ class Evaluator:
         return case.schedule.actions(self.num_devices, case.micro_batches, case.chunks)
 
     def with_schedule(self, schedule: Schedule) -> "Evaluator":
-        """Return an evaluator for another schedule with the same placement; it reuses the memory tables."""
+        """Return the evaluator for another schedule that places the stages on the same devices."""
         other = copy(self)
         other.case = replace(self.case, schedule=schedule)
         for known in ("actions", "peak_counts", "_counts"):
@@ -122,10 +122,11 @@ class Evaluator:
     def durations(
         self, cuts: IntArray, choices: IntArray
     ) -> tuple[StageBusyTimes, SplitBackwardTimes, FloatArray, FloatArray]:
-        """Return stage times with whole and with split backwards, transfer times, and optimizer times of devices.
+        """Return times in microseconds, shape (partitions, stages).
 
-        Optimizer times include all-reduces, shape (partitions, devices). All other times have the shape (partitions,
-        stages). Times are in microseconds.
+        Returns:
+            Stage times with whole backwards; stage times with split backwards; transfer times; and, with shape
+            (partitions, devices), times of all-reduces and optimizer steps.
         """
         busy, crossing, own = self._times(cuts, choices)
         return busy, self._split_backward_times(busy, cuts), crossing, own
@@ -136,7 +137,7 @@ class Evaluator:
         Args:
             cuts: Cuts of each partition, shape (partitions, stages + 1).
             choices: Recompute choice of each stage, shape (partitions, stages).
-            layers_us: Forward time of the recomputed layers on the profiled device, for stages with the choice
+            layers_us: Forward time of each stage's recomputed layers on the profiled device, if its choice is
                 `LAYERS`; shape (partitions, stages). None if no stage has this choice.
         """
         busy, crossing, own = self._times(cuts, choices, layers_us)
@@ -152,7 +153,7 @@ class Evaluator:
     def excess_bytes(self, cuts: IntArray, choices: IntArray) -> FloatArray:
         """Return the bytes by which each device exceeds its memory limit, shape (partitions, devices).
 
-        The result is infinite if a stage of the device has more than `Evaluator.width` layers.
+        The result is infinite if a stage of the device has more than `width` layers.
         """
         stages, inside = self._bytes_of_stages(cuts, choices)
         known_bytes = np.where(
@@ -187,8 +188,8 @@ class Evaluator:
                 shape (combinations, stages per device).
 
         Returns:
-            Bytes for each combination, shape (partitions, combinations); infinite if a stage has more than
-            `Evaluator.width` layers.
+            Bytes for each combination, shape (partitions, combinations); infinite if a stage has more than `width`
+            layers.
         """
         choices = np.array(self.allowed)[:, None, None]
         stages, inside = self._bytes_of_stages(cuts, choices, self.stages[devices])
@@ -205,8 +206,8 @@ class Evaluator:
         """Return the memory of each stage of each partition.
 
         Returns:
-            Permanent bytes, shape (partitions, stages); bytes of each allocation (`PARTS`), shape (partitions, stages,
-            parts); and True for each stage of at most `Evaluator.width` layers.
+            Permanent bytes, shape (partitions, stages); bytes of each kind of allocation (`PARTS`), shape (partitions,
+            stages, kinds); and True for each stage of at most `width` layers.
         """
         stages, inside = self._bytes_of_stages(cuts, choices)
         return stages[..., 0], stages[..., 1:], inside
@@ -236,10 +237,10 @@ class Evaluator:
         return stages, inside
 
     def bytes_at_point(self, counts: FloatArray) -> FloatArray:
-        """Return the bytes of every stage at one point in the step, as entries [choice, end, first - end + width].
+        """Return the bytes of every possible stage at one point in the step.
 
-        The stage has the layers first..end-1. `counts` has the number of allocations of each kind (`PARTS`) at this
-        point. Entries are infinite if `first` is negative.
+        Entry [choice, end, width - n] is for the n layers before layer `end`; it is infinite if n > end. `counts` has
+        the number of allocations of each kind (`PARTS`) at this point.
         """
         return _sum_parts(self.parts, counts)
 
@@ -249,8 +250,8 @@ class Evaluator:
         `counts` has the number of allocations of each kind (`PARTS`) at this point.
 
         Returns:
-            Bytes of every stage without recomputation, as entries [end, first - end + width] for the layers
-            first..end-1; and the most bytes that recomputing each layer frees.
+            Bytes of every stage without recomputation, as entries [end, width - n] for the n layers before layer `end`;
+            and the most bytes that recomputing each layer frees.
         """
         costs, every = self.case.costs, self._any_by_layers
         runs = bool((every.peak[counts > 0] >= 0).any())
@@ -272,9 +273,9 @@ class Evaluator:
 
     @cached_property
     def peak_counts(self) -> list[FloatArray]:
-        """Number of allocations of each kind (`PARTS`) at the points where memory may peak.
+        """For each device, numbers of allocations at the points in the step where its memory may peak.
 
-        One array per device, shape (points, stages per device, parts).
+        Each array has the shape (points, stages per device, kinds of allocations in `PARTS`).
         """
         return [counts.astype(np.float64) for counts in peak_part_counts(self.actions)]
 
@@ -284,10 +285,9 @@ class Evaluator:
 
     @cached_property
     def parts(self) -> FloatArray:
-        """Bytes of every stage: permanent bytes, then bytes of each allocation (`PARTS`), on the last axis.
+        """Bytes of every possible stage: permanent, then of each kind of allocation (`PARTS`), on the last axis.
 
-        The other axes are the recompute choice, the end of the stage, and the column `first - end + width`, for the
-        layers first..end-1.
+        Entry [choice, end, width - n] is for the stage of the n layers before layer `end`.
         """
         parts = np.zeros((len(CHOICES), self.case.costs.num_layers + 1, self.width, 1 + len(PARTS)))
         parts[self.allowed] = np.inf

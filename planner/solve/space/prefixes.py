@@ -1,6 +1,6 @@
 """Lower bounds for the layers before a cut, over all ways to divide these layers into stages.
 
-Each stage has a value, such as its forward time. The bound is the smallest possible maximum, or sum, of these values.
+Each stage has a value, such as its forward time. The bound is the smallest possible maximum, or sum, of the values.
 
 Complexity: O(K L W) time for K stages of at most W of L layers, and O(K L) memory.
 """
@@ -22,19 +22,19 @@ _MOST_AT_ONCE = 1 << 18
 
 
 class BoundKind(NamedTuple):
-    """Definition of a value of partitions: the maximum, or the sum, of a value of each stage."""
+    """Definition of a value of a partition, such as the longest forward time of its stages."""
 
     combine: np.ufunc
-    """Function that combines the values of a partition's stages: maximum or sum."""
+    """Maximum or sum over the stages."""
     stage_values: Callable[[StageTimeArrays], FloatArray]
     """Function that returns the value of each stage, for example its forward time."""
 
 
 class PrefixBounds:
-    """Lower bounds of values, such as the longest stage time, of the layers before each cut.
+    """For the layers before each cut, lower bounds of values such as the longest stage time.
 
     Args:
-        problem: Layers, and tables of the stages that a partition may have.
+        problem: Layers, and the stages that a partition may have.
         kinds: Values to bound, by name.
         deadline: Time limit, after which `OutOfTimeError` is raised.
     """
@@ -44,16 +44,13 @@ class PrefixBounds:
         cells = len(problem.tables[0]) * (problem.num_layers + 1) * problem.width
         is_once = problem.is_uniform and cells <= _MOST_AT_ONCE
         self.shared_stages = self.stages(0, np.arange(problem.num_layers + 1)) if is_once else None
-        """Stages that end at each cut, if they do not depend on the number of later stages; else None."""
+        """Stages that end at each cut; None if they depend on the number of later stages."""
         self.least = self._least_of_prefixes()
-        """Lower bounds by name; entry [r][i] is for layers 0..i-1 in at most r stages (exactly r if the problem is
-        `exact`)."""
+        """Lower bounds by name; entry [r][i] is for layers 0..i-1 in at most r stages, or exactly r if
+        `ChainProblem.exact`."""
 
     def cuts_with_smallest_maximum(self, name: str) -> tuple[int, ...] | None:
-        """Return the cuts that minimize the largest value of any stage; None if no partition fits.
-
-        `name` selects the value, for example `backward` for the backward time.
-        """
+        """Return the cuts that minimize the largest value `name` of any stage; None if no partition fits."""
         least = self.least[name]
         # From the last stage to the first, choose the stage that minimizes the maximum of itself and all earlier ones.
         cuts = [self._problem.num_layers]
@@ -114,9 +111,6 @@ class PrefixBounds:
         return values
 
     def stages(self, num_later: int, ends: IntArray) -> StageTimeArrays:
-        """Return the stages that end at each of the cuts `ends` and have `num_later` later stages.
-
-        `StageTimeArrays.of_variants` stacks the tables of `ChainProblem.tables[num_later]`.
-        """
-        variants = range(len(self._problem.tables[num_later]))
-        return StageTimeArrays.of_variants([self._problem.stages(num_later, variant, ends) for variant in variants])
+        """Return all stages that end at the cuts `ends` and have `num_later` later stages."""
+        options = range(len(self._problem.tables[num_later]))
+        return StageTimeArrays.stacked([self._problem.stages(num_later, option, ends) for option in options])

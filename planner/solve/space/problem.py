@@ -1,4 +1,4 @@
-"""Input of the dynamic program: the stages of a chain and their times, as arrays."""
+"""Input of the dynamic program: all possible stages of a chain, and their times."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,16 +20,18 @@ class StageTimeArrays(NamedTuple):
     """
 
     first: IntArray
+    """First layer of the stage."""
     end: IntArray
-    """Cut at the end of the stage; shape (n, 1), because all columns of a row have the same end."""
+    """Cut at the end of the stage, shape (n, 1)."""
     choice: ChoiceArray
+    """Recomputation: index into `CHOICES`, or `LAYERS`, or `NO_CHOICE`."""
     forward: FloatArray
     backward: FloatArray
     """Backward time of micro-batches 0..M-2, with recomputation."""
     last_backward: FloatArray
     """Backward time of micro-batch M-1, with recomputation."""
     slack_us: FloatArray
-    """Time by which the optimizer step of the next stage may be longer without delaying the next step."""
+    """Time of the next stage's optimizer step that overlaps with work of this stage."""
     link: FloatArray
     """Time on the link to the next stage, shape (n, 1)."""
     own_us: FloatArray
@@ -37,27 +39,27 @@ class StageTimeArrays(NamedTuple):
     sent_bytes: FloatArray
     """Bytes sent to the next stage, shape (n, 1)."""
     peak_bytes: FloatArray
-    """Peak memory in bytes; zeros of shape (n, 1) if the tables lack it."""
+    """Peak memory in bytes; zeros of shape (n, 1) if it was not requested."""
 
     @classmethod
-    def of_variants(cls, variants: Sequence["StageTimeArrays"]) -> "StageTimeArrays":
-        """Stack tables of the same stages with different recomputation along a new first dimension."""
-        shape = variants[0].first.shape
+    def stacked(cls, options: Sequence["StageTimeArrays"]) -> "StageTimeArrays":
+        """Stack the times of the same stages under several recompute options along a new first axis."""
+        shape = options[0].first.shape
         each: list[Any] = [
-            np.stack(variant) if variant[0].shape == shape else variant[0] for variant in zip(*variants, strict=True)
+            np.stack(field) if field[0].shape == shape else field[0] for field in zip(*options, strict=True)
         ]
         return cls(*each)
 
-    def select(self, variant: IndexArray, row: IndexArray, column: IndexArray) -> "StageTimeArrays":
-        """Return single stages of the result of `of_variants`, in arrays of one dimension.
+    def select(self, option: IndexArray, row: IndexArray, column: IndexArray) -> "StageTimeArrays":
+        """Return the stages at some entries [option, row, column], in arrays of one dimension.
 
         Args:
-            variant: Index of the table of each stage.
-            row: Index of the end of each stage.
-            column: Index of the first layer of each stage.
+            option: Recompute option of each stage: its position in the argument of `stacked`.
+            row: Row of each stage.
+            column: Column of each stage.
         """
         _, rows, width = self.first.shape
-        place = (variant * rows + row) * width + column
+        place = (option * rows + row) * width + column
         each: list[Any] = [field.reshape(-1).take(place if field.ndim > 2 else row) for field in self]
         return StageTimeArrays(*each)
 
@@ -101,16 +103,16 @@ class LinkTimes:
 class DeviceTable:
     """Recomputation of all stages that one device can run.
 
-    Entry [end, first - end + width] of a table is for the stage of the layers first..end-1.
+    In each array, entry [end, width - n] is for the stage of the n layers before layer `end`.
     """
 
     speed: float
     choice: ChoiceArray
     """Recomputation: index into `CHOICES`, or `LAYERS`, or `NO_CHOICE`; shape (layers + 1, width)."""
     recompute_us: FloatArray | None = None
-    """Time on the profiled device to recompute layers, where the choice is `LAYERS`; shape (layers + 1, width)."""
+    """Recomputation time on the profiled device where the choice is `LAYERS`; shape (layers + 1, width)."""
     bytes: FloatArray | None = None
-    """Peak memory of each stage with its choice, in bytes, if requested; shape (layers + 1, width)."""
+    """Peak memory in bytes, shape (layers + 1, width); None if it was not requested."""
 
     @property
     def width(self) -> int:
@@ -136,10 +138,9 @@ class ChainProblem:
     """True for exactly `num_stages` stages; False for at most `num_stages` stages."""
     sums: ChainSums
     tables: tuple[tuple[DeviceTable, ...], ...]
-    """Entry n: tables of all possible stages with n later stages. The tables differ only in the recomputation."""
+    """Entry n: one table per recompute option, for all possible stages with n later stages."""
     links: tuple[LinkTimes, ...]
-    """Entry n: link after the stage with n later stages. The last entry is the link before the first stage. Links at
-    both ends of the chain transfer nothing."""
+    """Entry n: link after the stage with n later stages. The last entry is the link before the first stage."""
     most: Bottlenecks = NO_LIMIT
     """Upper limits on the forward and backward times of stages and links."""
 
@@ -150,7 +151,7 @@ class ChainProblem:
 
     @property
     def is_uniform(self) -> bool:
-        """Return True if all entries of `tables` are equal, and all entries of `links`."""
+        """Return True if all devices and links are equal."""
         return all(variants is self.tables[0] for variants in self.tables) and all(
             link is self.links[0] for link in self.links
         )
@@ -178,15 +179,15 @@ class ChainProblem:
         narrowed = {id(variants): tuple(table.narrowed(width) for table in variants) for variants in self.tables}
         return replace(self, most=most, tables=tuple(narrowed[id(variants)] for variants in self.tables))
 
-    def stages(self, num_later: int, variant: int, ends: IntArray) -> StageTimeArrays:
-        """Return the stages that end at each of `ends` and have `num_later` later stages.
+    def stages(self, num_later: int, option: int, ends: IntArray) -> StageTimeArrays:
+        """Return the stages that end at the cuts `ends` and have `num_later` later stages.
 
         Args:
             num_later: Number of later stages.
-            variant: Index in `tables[num_later]`.
+            option: Recompute option: an index into `tables[num_later]`.
             ends: Cuts at the ends of the stages, shape (n,).
         """
-        table, behind, before = self.tables[num_later][variant], self.links[num_later], self.links[num_later + 1]
+        table, behind, before = self.tables[num_later][option], self.links[num_later], self.links[num_later + 1]
         end = ends[:, None]
         first = end + np.arange(-table.width, 0)
         choice = table.choice[ends]

@@ -1,7 +1,7 @@
 """Tables of the stages that each device can run, with the fastest recomputation that fits.
 
-A stage's memory does not depend on the cuts between other stages. (Under 1F1B, it depends on the number of later
-stages.) So the fastest recomputation that fits is the best one for each stage.
+A stage's memory does not depend on the cuts between other stages. So the fastest recomputation that fits is the best
+one for each stage.
 
 A table has a row for each possible end of a stage (one past its last layer), and `width` columns. The last column has
 the stages of one layer, column 0 the stages of `width` layers. Longer stages are not in the table.
@@ -28,14 +28,11 @@ _MOST_ENTRIES, _MOST_BY_LENGTH = 1 << 18, 1 << 15  # of a block of rows, to boun
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MemoryTable:
-    """Peak memory of every stage for each allowed recompute choice, in bytes.
-
-    The peak does not include the reserve of the device. Entry [end, first - end + width] of a table is for the stage of
-    the layers first..end-1.
-    """
+    """Peak memory of every stage for each allowed recompute choice, in bytes, without the reserve of the device."""
 
     totals: dict[int, FloatArray]
-    """Tables of peak memory by index into `CHOICES`, shape (layers + 1, width)."""
+    """For each index into `CHOICES`, a table of shape (layers + 1, width). Entry [end, width - n] is for the stage of
+    the n layers before layer `end`."""
 
     @classmethod
     def of(cls, costs: ChainCosts, points: PeakPoints, *, width: int, policy: RecomputePolicy) -> "MemoryTable":
@@ -43,7 +40,7 @@ class MemoryTable:
 
         Args:
             costs: Costs of the layers.
-            points: Points in the step at which the memory of the stage's device may peak.
+            points: Points in the step at which the memory of the device may peak.
             width: Number of layers of the longest stage.
             policy: Recomputation policy, which decides the allowed choices.
         """
@@ -74,14 +71,14 @@ class MemoryTable:
         return smallest
 
     def most_bytes(self) -> float:
-        """Return the largest peak memory of a stage without recomputation, in bytes; may be infinite."""
+        """Return the largest peak of the stages without recomputation, in bytes; infinite if all must recompute."""
         if 0 not in self.totals:
             return np.inf
         fastest = self.totals[0]
         return float(fastest[np.isfinite(fastest)].max(initial=0.0))
 
     def choices(self, limit_bytes: float) -> ChoiceArray:
-        """Return the fastest recompute choice of each stage that fits into `limit_bytes`; shape (layers + 1, width)."""
+        """Return a table of the fastest recompute choices that fit into `limit_bytes`; `NO_CHOICE` if none fits."""
         table = np.full(next(iter(self.totals.values())).shape, NO_CHOICE, dtype=np.int8)
         for n in sorted(self.totals, reverse=True):
             table[self.totals[n] <= limit_bytes] = n
@@ -100,13 +97,13 @@ def allowed_choices(policy: RecomputePolicy, micro_batches: int) -> list[int]:
 def fill_stage_tables(
     tables: Sequence[FloatArray], block: Callable[[IntArray, int], Sequence[FloatArray]], *, by_length: bool = False
 ) -> None:
-    """Fill tables of stages. Entry [end, first - end + width] is for the stage of the layers first..end-1.
+    """Fill tables of stages, whose entry [end, width - n] is for the n layers before layer `end`.
 
     Args:
-        tables: Tables to fill, shape (layers + 1, width). Entries for which `first` is negative keep their value.
-        block: Function of an ascending array of first layers and of a largest end. It returns an array for each table,
-            with one row per first layer and one column per end. Ends begin one past the smallest first layer.
-        by_length: True if the columns of these arrays are for stages of 1..width layers instead.
+        tables: Tables to fill, shape (layers + 1, width). Entries with n > end keep their value.
+        block: Function `block(firsts, stop)` that returns an array for each table: one row for each first layer, and
+            one column for each end from `firsts[0] + 1` to `stop`.
+        by_length: True if the columns are for stages of 1 to `width` layers instead.
     """
     num_layers, width = tables[0].shape[0] - 1, tables[0].shape[1]
     rows = max(1, _MOST_BY_LENGTH // width if by_length else min(_MOST_ENTRIES // (width + 64), 64 + width // 2))
@@ -122,7 +119,7 @@ def fill_stage_tables(
 
 
 def values_at_first_layer(values: FloatArray, width: int) -> FloatArray:
-    """Return a table whose entry [end, first - end + width] is `values[first]`; infinite if `first` is negative.
+    """Return a table whose entry [end, width - n] is `values[end - n]`; infinite if n > end.
 
     The shape is (layers + 1, width). `values` has the shape (layers + 1,).
     """
