@@ -4,17 +4,25 @@ from dataclasses import replace
 from typing import Final
 
 from planner.core.errors import PlannerError
-from planner.core.schedule import SCHEDULES, SEARCHED
+from planner.core.schedule import SCHEDULES, schedule_of
 from planner.core.values.plan import Inputs, Plan
 from planner.core.values.profile import Profile
+from planner.solve.methods import gains_from_longer_search
 from planner.solve.request import Request, limited_to_plan_width
 from planner.solve.search import MOST_WORK, plan_with_schedules, solve
 
 MOST_HINT_S: Final = 5.0
 """Time limit of the search for a hint, in seconds."""
 
-_ACTIONS = 300_000
-"""Number of actions simulated per schedule: about a second."""
+_LEAST_ACTIONS, _MOST_ACTIONS = 20_000, 300_000
+"""Limits of the number of actions simulated per schedule: about 0.2 seconds for most plans. A search for replicas uses
+the largest number."""
+
+_ACTIONS_OF_LAYER, _ACTIONS_OF_STEP = 200, 60
+"""Number of these actions for each layer, and for each device and micro-batch."""
+
+_LONGER = 2
+"""Factor of these actions if the plan itself comes from a search, which takes longer."""
 
 _LEAST_GAIN = 0.005
 """Smallest gain that is reported, as a share of the step time."""
@@ -24,6 +32,8 @@ def find_faster_schedule_plan(
     profile: Profile, plan: Plan, *, micro_batches: int | None = None, time_limit_s: float = MOST_HINT_S
 ) -> Plan | None:
     """Return a faster plan under another schedule than the requested one, if a short search finds it.
+
+    Plans with searched action orders are left out, because a search for orders takes longer.
 
     Args:
         profile: The profile to plan for.
@@ -42,17 +52,22 @@ def find_faster_schedule_plan(
     if profile.device.kind.startswith("tpu") or len(profile.layers) * inputs.devices > MOST_WORK:
         return None
     every = replace(limited_to_plan_width(inputs, plan, profile), schedule="auto", chunks=0)
-    request = _short_request(every, micro_batches, time_limit_s)
+    of_step = _ACTIONS_OF_STEP * plan.num_devices * plan.micro_batches
+    actions = max(_LEAST_ACTIONS, _ACTIONS_OF_LAYER * len(profile.layers), of_step)
+    actions *= _LONGER if gains_from_longer_search(schedule_of(plan.schedule, plan.order)) else 1
+    request = _short_request(every, micro_batches, time_limit_s=time_limit_s, actions=min(actions, _MOST_ACTIONS))
     upper_us = plan.predicted.step_us * (1 - _LEAST_GAIN)
     try:
-        return plan_with_schedules({*SCHEDULES, SEARCHED.name} - {inputs.schedule}, profile, request, upper_us=upper_us)
+        return plan_with_schedules({*SCHEDULES} - {inputs.schedule}, profile, request, upper_us=upper_us)
     except PlannerError:
         return None  # other schedules do not support the options
 
 
-def _short_request(inputs: Inputs, micro_batches: int | None, time_limit_s: float = MOST_HINT_S) -> Request:
+def _short_request(
+    inputs: Inputs, micro_batches: int | None, *, time_limit_s: float = MOST_HINT_S, actions: int = _MOST_ACTIONS
+) -> Request:
     return Request(
-        inputs=inputs, micro_batches=micro_batches, time_limit_s=time_limit_s, actions=_ACTIONS, searches_longer=False
+        inputs=inputs, micro_batches=micro_batches, time_limit_s=time_limit_s, actions=actions, searches_longer=False
     )
 
 
