@@ -106,7 +106,7 @@ class BoundaryBytes:
     input_alive: FloatArray
     """Part of the input that is in memory at the peak of a forward without gradients."""
     copied_input: FloatArray
-    """Bytes that a stage beginning with the layer copies, because its layers would write into the received input."""
+    """Bytes of the input that a stage copies if it begins with the layer; 0 if no layer writes into this input."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -118,7 +118,7 @@ class LayerMemory:
 
     saved: FloatArray
     internal: FloatArray
-    """Part of `saved` that is neither received from another layer nor passed to one."""
+    """Part of `saved` that no other layer creates or receives."""
     forward: FloatArray
     no_grad: FloatArray
     """Highest memory of a forward without gradients. The layer's input is included, except for layer 0."""
@@ -208,10 +208,9 @@ class Storages:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PassedGradients:
-    """Gradients that consecutive layers pass back unchanged; arrays have one entry per gradient."""
+    """Gradients that the layers `first` to `last` pass back unchanged; arrays have one entry per gradient."""
 
     first: IntArray
-    """First of the consecutive layers."""
     last: IntArray
     bytes: FloatArray
 

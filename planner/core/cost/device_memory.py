@@ -97,7 +97,7 @@ class ChunkMemoryFunction(NamedTuple):
 
         Args:
             saved: Bytes S that one micro-batch saves, shape (..., 1).
-            peaks: Peaks of forward, first backward and later backward, then a 0; shape (..., 4).
+            peaks: `LayerPeaks` of the choice, then a 0; shape (..., 4).
         """
         parts: FloatArray = np.maximum(self.least, self.rest + self.saved * saved) + peaks[..., self.peak]
         return parts
@@ -280,14 +280,14 @@ def subtract_shared(
 
 
 def counts_with_permanent_bytes(counts: Sequence[FloatArray]) -> FloatArray:
-    """Return the counts of all devices as one array for `device_peaks`, with a count for the permanent bytes.
+    """Return the counts of all devices as one array for `device_peaks`, with a count of 1 for the permanent bytes.
 
     Args:
         counts: Number of allocations of each kind (`PARTS`) at each point in the step; one array of shape (points,
             chunks, parts) per device.
 
     Returns:
-        Shape (devices, points, chunks, 1 + parts). Entry 0 of the last dimension is 1, for the permanent bytes.
+        Shape (devices, points, chunks, 1 + parts).
     """
     # Devices with fewer points than others repeat their last point.
     _, chunks, num_parts = counts[0].shape

@@ -275,7 +275,7 @@ class Evaluation:
     def plan(self, inputs: Inputs, solver: SolverReport) -> Plan:
         """Return a plan with the partition, its predictions, the request `inputs` and the report of the search.
 
-        If the report says that the cuts are given, the plan's gap and lower bounds are 0.
+        If `solver.status` is `given`, the plan's gap and lower bounds are 0.
         """
         partition, bare = self.partition, SolverReport(method=solver.method, status="given")
         return Plan(

@@ -69,7 +69,7 @@ class PendingStorage(NamedTuple):
     until: int
     """Index of the last layer that reads the storage."""
     bytes: tuple[float, float]
-    """Bytes that the layer does not save: entry 0 without recomputation of the layer, entry 1 with recomputation."""
+    """Bytes that the creating layer does not save: entry 0 if it is not recomputed, entry 1 if it is recomputed."""
 
 
 Bytes = TypeVar("Bytes", float, FloatArray)
@@ -200,8 +200,6 @@ def saved_and_peaks_without_recomputation(
 ) -> tuple[FloatArray, LayerPeaks]:
     """Return the saved bytes and peaks of stages that recompute no layer.
 
-    The forward peak is the smaller one of the peaks with and without gradients.
-
     Args:
         costs: Costs of the layers at the plan's micro-batch size.
         firsts: First layers of the stages, ascending.
@@ -234,6 +232,7 @@ def saved_and_peaks_without_recomputation(
         transient = highest(np.broadcast_to(backward[layer], saved.shape))
         return saved, LayerPeaks(transient, transient, transient)
     received = passing.received_input_bytes(passing.unkept, into[layers])
+    # Callers need a lower bound, for forwards with and without gradients.
     forward = np.minimum(forward, no_grad)[layer] + into[layer] - received
     output, through = np.rint(costs.boundaries.output)[layer], np.cumsum(np.rint(costs.gradients))
     casts = prefix_sums(np.rint(costs.state.casts))

@@ -3,8 +3,7 @@
     bytes at a point in the step = always + sum over parts of count * size
     peak                         = largest of these sums, over all points in the step
 
-The sizes are computed by `planner.core.cost.parts`, the counts by `planner.core.cost.peak_points`. This module combines
-them for one stage by component, for many stages at once (for the solver), and as a function of the recomputed layers.
+The sizes are computed by `planner.core.cost.parts`, the counts by `planner.core.cost.peak_points`.
 For devices with several stages, see `planner.core.cost.device_memory`.
 """
 

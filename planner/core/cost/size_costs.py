@@ -46,7 +46,7 @@ class ProfiledLayerCosts:
     target: float = 0.0
     crossing: dict[tuple[int, int], CrossingBytes]
     relays: dict[PassedTensor, int]
-    """Bytes of each gradient that layers pass on unchanged."""
+    """Bytes of the gradient of each tensor that layers pass on unchanged."""
 
 
 def costs_without_records(layers: Sequence[LayerProfile], n: int) -> ProfiledLayerCosts:

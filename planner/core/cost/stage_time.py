@@ -6,7 +6,7 @@
     C    one transfer over the boundary to the next stage
     U    time after the last backward: all-reduce of gradients over the replicas, then the optimizer's step
 
-Each rule is one function, for numbers and for arrays, which broadcast. Inputs are sums over the layers of a stage, as
+Each rule is one function, for numbers and for arrays. Inputs are sums over the layers of a stage, as
 measured on the profiled device. `planner.core.cost.evaluate` sums the layers of one partition. Searches get the sums as
 differences of entries of `ChainSums`.
 """
@@ -112,7 +112,7 @@ def split_backward_times(
 
 
 def optimizer_slack_us(stage: StageBusyTimes | StageTimes, crossing_us: Numbers) -> FloatArray:
-    """Return how much longer the next stage's optimizer step may take than this stage's without delaying the next step.
+    """Return by how much the next stage's optimizer step may exceed this stage's without a delay of the next step.
 
     The result is (C + B - R) + (F + C):
 

@@ -142,7 +142,7 @@ def stage_table(
 
 
 def with_recomputed_layers(stages: StageTable, memory: SavedAndPeaks[Any]) -> StageTable:
-    """Return a copy of a table for stages that recompute some of their layers, with `memory` of these stages."""
+    """Return a copy of `stages` with the saved bytes and peaks in `memory`, for stages that recompute single layers."""
 
     def of_all(size: FloatArray | float) -> FloatArray:
         return np.full(stages.shape, size)

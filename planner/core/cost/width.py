@@ -51,8 +51,7 @@ def tensor_parallel_profile(profile: Profile, cluster: Cluster) -> Profile:
     """Return the profile for one tensor-parallel width: the number of GPUs per device of `cluster`.
 
     Times of the result include the all-reduces among the GPUs that share each layer. If replicas shard the optimizer,
-    each layer has the optimizer costs of one replica. If experts are spread over E of R replicas, the optimizer is
-    sharded among the R/E replicas with the same experts. A profile that needs no change is returned as it is.
+    each layer has the optimizer costs of one replica.
 
     Raises:
         UsageError: The profile has no costs for the width.
@@ -60,6 +59,7 @@ def tensor_parallel_profile(profile: Profile, cluster: Cluster) -> Profile:
     width, layers = cluster.tensor_parallel, layers_by_width(profile)
     if width not in layers:
         raise UsageError(_missing(width), hint="profile this width too, and solve again")
+    # The optimizer is sharded among replicas with the same experts.
     shards = max(1, cluster.optimizer_shards // profile.expert_parallel)
     priced = tuple(_with_shard(_with_collectives(layer, cluster=cluster), shards) for layer in layers[width])
     if priced == profile.layers and not profile.widths:

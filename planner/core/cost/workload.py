@@ -26,7 +26,7 @@ class SampleWork:
     tokens: int = 0
     """Tokens of a sample; 0 if they are not known."""
     flops: float = 0.0
-    """Model FLOPs of a sample; under tensor parallelism, those on one GPU of a group. 0 if the profile has none."""
+    """Model FLOPs of a sample, on one GPU of a tensor-parallel group; 0 if the profile has none."""
     peak_flops_per_s: float = 0.0
     """Peak rate of a GPU in the profile's precision; 0 if it is not known."""
 
@@ -53,7 +53,7 @@ def workload_of(profile: Profile) -> SampleWork:
 
 
 def training_run(inputs: Inputs, step_us: float, workload: SampleWork, *, devices: int = 0) -> TrainingRun | None:
-    """Return the duration and cost of a training run; those of one step if the request gives only a price.
+    """Return the duration and cost of a training run, or of one step if the request gives only a price.
 
     Args:
         inputs: The request, with the length of the run or a price.
@@ -62,7 +62,7 @@ def training_run(inputs: Inputs, step_us: float, workload: SampleWork, *, device
         devices: Number of devices to pay for; 0 for all devices of the request.
 
     Returns:
-        The training run. None if the request gives neither a length nor a price, or if it gives a length in tokens and
+        The training run. None if the request gives neither a length nor a price, or if the length is in tokens and
         the number of tokens of a sample is not known.
     """
     samples = inputs.samples

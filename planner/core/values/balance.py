@@ -38,7 +38,7 @@ class RunPrediction:
 
     step_us: float
     reserve_bytes: int = 0
-    """Memory of each device that its allocator does not count, in bytes; included in the predicted peak."""
+    """Bytes of each device outside its allocator; included in the predicted peak."""
     device: str = ""
     """Kind of the profiled device, such as `tpu`, if the executor cannot train on it and uses CPUs; else empty."""
     plan: str = "plan.yaml"

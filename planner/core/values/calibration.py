@@ -25,7 +25,7 @@ class Calibration:
     device: Device
     environment: Environment = field(default_factory=Environment)
     compute: float = 1.0
-    """Measured divided by profiled forward and backward time; devices that share a machine make it larger than 1."""
+    """Ratio of measured to profiled forward and backward time; above 1 if devices share a machine."""
     overhead_us: float
     """Time of the executor itself per micro-batch, stage and direction (forward or backward)."""
     link: Link | None = None
@@ -33,4 +33,4 @@ class Calibration:
     reserve_bytes: int
     """Memory that a device used in addition to its predicted peak; largest value of all devices."""
     step_ratio: float | None = None
-    """Measured step time divided by the step time predicted with this calibration; None if not compared."""
+    """Ratio of the measured step time to the step time predicted with this calibration; None if not compared."""

@@ -62,7 +62,7 @@ class Cluster:
     speeds: tuple[float, ...] = ()
     """Speed of each device relative to the profiled device; empty if all devices are as fast as the profiled one."""
     compute: float = 1.0
-    """Measured divided by profiled compute time, from a calibration."""
+    """Ratio of measured to profiled compute time, from a calibration."""
     link: Link = field(default_factory=Link)
     inter_link: Link | None = None
     """Link between nodes, if it differs from the link within a node."""

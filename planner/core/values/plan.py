@@ -59,9 +59,9 @@ class Inputs:
     speeds: tuple[float, ...] = ()
     """Speed of each device relative to the profiled device; empty if all devices are as fast as the profiled one."""
     compute: float = field(default=1.0, metadata=LEFT_OUT)
-    """Measured divided by profiled compute time, from a calibration."""
+    """Ratio of measured to profiled compute time, from a calibration."""
     step_ratio: float | None = None
-    """Measured divided by predicted step time, from a calibration; None without a calibration."""
+    """Ratio of measured to predicted step time, from a calibration; None without a calibration."""
     batch: int
     """Samples per optimizer step (mini-batch), over all replicas."""
     link: Link = field(default_factory=Link)

@@ -101,10 +101,7 @@ class BoundaryTensor:
     kept: bool
     """True if the layer saves the tensor's storage for backward."""
     alias: int = -1
-    """Index of the tensor whose storage this tensor shares (a view, or written in place); -1 for its own storage.
-
-    Indices count the inputs first, then the earlier outputs.
-    """
+    """Index of the tensor whose storage this tensor shares, counting inputs first, then earlier outputs; -1 if none."""
     relayed: bool = False
     """True if the tensor is an unchanged input of the layer; its gradient, if any, becomes the input's gradient."""
     carries: bool = True
@@ -164,19 +161,19 @@ class SplitMemory:
     first_input_peak_bytes: int
     """Peak during the first micro-batch's I, including the parameter gradients that I creates."""
     input_peak_bytes: int
-    """Peak during a later I."""
+    """Peak during any other I."""
     output_first_input_peak_bytes: int | None = None
-    """Peak during the first I if the next layer keeps this layer's outputs for its own W. Includes these outputs."""
+    """Peak during the first I if the next layer keeps this layer's outputs for its W, including these outputs."""
     output_input_peak_bytes: int | None = None
-    """Peak during a later I if the next layer keeps this layer's outputs for its own W. Includes these outputs."""
+    """Peak during any other I if the next layer keeps this layer's outputs for its W, including these outputs."""
     end_first_input_peak_bytes: int | None = None
     """Peak during the first I if the layer ends a stage, including its outputs and their gradients."""
     end_input_peak_bytes: int | None = None
-    """Peak during a later I if the layer ends a stage, including its outputs and their gradients."""
+    """Peak during any other I if the layer ends a stage, including its outputs and their gradients."""
     first_weight_peak_bytes: int
     """Peak during the first W, including the parameter gradients that W creates."""
     weight_peak_bytes: int
-    """Peak during a later W."""
+    """Peak during any other W."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,10 +187,7 @@ class ArrayKind:
     plain_bytes: int
     """Size without padding."""
     loop_bytes: int
-    """Size in the layout that loops over micro-batches use.
-
-    Such loops store float32 arrays with 16 bits per number if only matmuls read them.
-    """
+    """Size in a loop over micro-batches, which may store float32 arrays with 16 bits per number."""
     count: int = 1
 
 
@@ -214,7 +208,7 @@ class ProgramMemory:
     padding_bytes: int = 0
     """Padding of the trained parameters. The padding of their gradients is equally large, and not included."""
     reshaped_bytes: int = 0
-    """Transient copies of arrays that loops store flattened: the layer's backward reads them in their own shape."""
+    """Transient copies of flattened arrays, in the shape that the layer's backward reads."""
     input_bytes: int = 0
     """First layer only: memory of the inputs of one micro-batch."""
     narrowed_input_bytes: int = 0
