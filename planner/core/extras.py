@@ -92,7 +92,7 @@ def check_configuration_packages() -> None:
 
 @contextmanager
 def importing(extra: Extra) -> Iterator[None]:
-    """Convert an import error in the block to an error whose hint is the command to install the missing package.
+    """Convert import errors in the block to `MissingPackageError`, with the command to install the package.
 
     Raises:
         MissingPackageError: A package of the extra is not installed.

@@ -43,7 +43,7 @@ class TiedParameters:
     """Bytes of the largest tensor that autograd allocates for the sum of both layers' gradients; 0 if it adds in place.
     """
     converted_bytes: float = 0.0
-    """Gradient bytes of the shared parameters that layer `second` uses as low-precision copies (autocast)."""
+    """Gradient bytes of shared parameters for which layer `second` uses low-precision copies (autocast)."""
     is_pair_known: bool = True
     """False if the profile does not say which earlier layers share these bytes."""
     earlier: tuple[int, ...] = ()

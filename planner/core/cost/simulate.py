@@ -270,13 +270,11 @@ class _Step(NamedTuple):
     received_over: int
     """Boundary over which the action receives, as the index of the stage before the boundary; -1 without a transfer."""
     target: int
-    """Slot of the message that the action sends; -1 without a message to another device. Messages that are on their way
-    at different times may share a slot."""
+    """Slot of the message that the action sends; -1 without a message to another device."""
     sent_over: int
     """Boundary over which the action sends, as the index of the stage before the boundary; -1 without a transfer."""
     link: int
-    """Index of the pair of sending and receiving device; -1 without a transfer. Transfers with equal indices wait for
-    each other, even if they cross different boundaries."""
+    """Index of the pair of sending and receiving device; -1 without a transfer."""
 
 
 @lru_cache(maxsize=64)

@@ -154,7 +154,7 @@ def optimizer_delay_us(own_us: FloatArray, slack_us: FloatArray) -> FloatArray:
 
 
 def shared_gradient_bytes(ties: Sequence[TiedParameters], first: IntArray | int, end: IntArray | int) -> FloatArray:
-    """Return the gradient bytes of shared parameters that a sum over the layers of a stage would count twice.
+    """Return the gradient bytes that two layers of a stage share.
 
     Args:
         ties: Shared parameters of the chain.

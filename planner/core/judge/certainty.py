@@ -23,7 +23,7 @@ from planner.core.values.units import format_bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepErrors:
-    """Range of measured step times relative to the predicted ones."""
+    """Range of the ratio of measured to predicted step time."""
 
     source: str
     """Phrase that says where the values of the profile come from, such as `measured on the CPU`."""

@@ -28,11 +28,11 @@ class Tolerance:
     step: float
     """Error of the step time, in either direction, as a share of the prediction."""
     memory_below: float
-    """How far a predicted peak may be below the measured peak, as a share of the measured peak."""
+    """Largest amount of a predicted peak below the measured peak, as a share of the measured peak."""
     memory_above: float
-    """How far a predicted peak may be above the measured peak, as a share of the measured peak."""
+    """Largest amount of a predicted peak above the measured peak, as a share of the measured peak."""
     memory_slack_bytes: int = SLACK_BYTES
-    """Error of a peak, in bytes, that is tolerated in addition to the shares, in either direction."""
+    """Bytes that a predicted peak may be below or above the measured peak, in addition to these shares."""
 
     def allows_peak(self, *, predicted: float, measured: float) -> bool:
         """Return True if a predicted peak is within the tolerance of the measured one, both in bytes."""
@@ -93,8 +93,7 @@ def verification_of(
         profile: Profile of the plan.
         report: Report of a run of the plan.
         tolerance: Allowed errors.
-        reason_times_are_invalid: Text about this machine, such as too few CPU cores. Times are judged only if it is
-            empty and the report shows no process that waited for a CPU core.
+        reason_times_are_invalid: Reason not to judge times, such as too few CPU cores; empty if there is none.
         proof: Result of the equivalence check of the stages with the unpartitioned model.
         wrong: Differences that the equivalence check found.
 
@@ -164,7 +163,7 @@ def cpu_time_phrase(report: RunReport) -> str:
 
 
 def samples_per_step_if_unplanned(report: RunReport) -> float | None:
-    """Return the median number of samples per step of a run; None if it is the planned number, or unknown."""
+    """Return the median number of samples per step of a run; None if this number is as planned, or unknown."""
     rates = report.samples_per_s[report.warmup_steps :]
     if not report.batch or not rates:
         return None

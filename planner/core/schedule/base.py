@@ -145,7 +145,7 @@ class Schedule(ABC):
         return inf
 
     def micro_batch_multiple(self, num_devices: int) -> int:
-        """Return a number whose multiples are always allowed as the number of micro-batches; 1 if all are allowed."""
+        """Return a number n: every multiple of n is allowed as the number of micro-batches."""
         return 1
 
     def in_flight(self, device: int, num_devices: int, micro_batches: int) -> int:
@@ -165,9 +165,7 @@ class Schedule(ABC):
     def bound_us(self, bounds: ComputeTimeBounds, micro_batches: int, chunks: int) -> float:
         """Return a lower bound of the step time of every partition, in microseconds.
 
-        The bound ignores memory, links, overheads and recomputation. It is at least the work of the busiest device.
-        With whole backwards, it is also at least the time of one micro-batch through all stages and back. If every
-        device runs one stage, each of the other micro-batches adds the largest backward time of a device.
+        The bound ignores memory, links, overheads and recomputation.
 
         Args:
             bounds: Lower bounds of the compute time of one micro-batch.
@@ -176,6 +174,8 @@ class Schedule(ABC):
         """
         if self.splits_backward:
             return micro_batches * bounds.pair_us
+        # One micro-batch runs through all stages and back. If every device runs one stage, each of the other
+        # micro-batches adds the largest backward time of a device.
         one_after_the_other = (micro_batches - 1) * bounds.backward_us if chunks == 1 else 0.0
         return max(micro_batches * bounds.pair_us, bounds.work_us + one_after_the_other)
 

@@ -29,7 +29,7 @@ class GPipe(Schedule):
         return (*forwards, *(Action(device, "B", i) for i in range(micro_batches)))
 
     def in_flight(self, device: int, num_devices: int, micro_batches: int) -> int:
-        """Return the number of micro-batches, because all of them are in flight after the last forward."""
+        """Return `micro_batches`: all are in flight after the last forward."""
         return micro_batches
 
     def bound_us(self, bounds: ComputeTimeBounds, micro_batches: int, chunks: int) -> float:

@@ -65,7 +65,7 @@ class Interleaved(Schedule):
         return micro_batches // _num_rounds(num_devices, micro_batches)
 
     def micro_batch_multiple(self, num_devices: int) -> int:
-        """Return the number of devices: every multiple of it is allowed as the number of micro-batches."""
+        """Return `num_devices`: every multiple of this number is allowed as the number of micro-batches."""
         return num_devices
 
 

@@ -304,7 +304,7 @@ class Noise:
     draws: int
     """Number of random profiles."""
     spread: float
-    """Median over layers of the relative half-width of the 95 % interval of forward plus backward time."""
+    """Median of `LayerProfile.spread` over the layers."""
     mean_regret: float
     """Mean over the random profiles of (step time of this plan / step time of the best plan found) - 1."""
     worst_regret: float

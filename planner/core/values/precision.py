@@ -13,5 +13,5 @@ PRECISIONS: tuple[Precision, ...] = get_args(Precision)[1:]
 
 
 def precision_of(dtype: str) -> Precision:
-    """Return the `--dtype` that the field `environment.dtype` of a profile states; empty if none was given."""
+    """Return the value of `--dtype` for `environment.dtype` of a profile; empty if the option was not given."""
     return next((name for name in PRECISIONS if name == dtype), "")

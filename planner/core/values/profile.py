@@ -126,11 +126,11 @@ class MemoryDetail:
     first_backward_peak_bytes: int
     """Peak during the first micro-batch's backward, including saved tensors and the new parameter gradients."""
     backward_peak_bytes: int
-    """Peak during a later micro-batch's backward, including saved tensors, without the existing parameter gradients."""
+    """Peak during any other backward, including saved tensors, without parameter gradients."""
     end_first_backward_peak_bytes: int | None = None
     """Peak during the first backward if the layer ends a stage, including its outputs and their gradients."""
     end_backward_peak_bytes: int | None = None
-    """Peak during a later backward if the layer ends a stage, including its outputs and their gradients."""
+    """Peak during any other backward if the layer ends a stage, including its outputs and their gradients."""
     writes_input: bool = False
     """True if the layer writes into its input. A stage that begins with such a layer works on a copy."""
     target_bytes: int = 0
@@ -227,7 +227,7 @@ class ProgramMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TiedGroup:
-    """Parameters of one layer that are shared with the same set of earlier layers."""
+    """Parameters of one layer that the same earlier layers share."""
 
     layers: tuple[str, ...]
     """Names of the earlier layers, in order."""
@@ -247,14 +247,14 @@ class LayerProfile:
     gradient_bytes: int | None = None
     """Memory of the gradients that backward creates; defaults to `parameter_bytes`."""
     idle_bytes: int = field(default=0, metadata=LEFT_OUT)
-    """Trained parameters that never get a gradient, such as those of an unused head; replicas create zeros for them."""
+    """Trained parameters that never get a gradient, such as those of an unused head."""
     optimizer_bytes: int = 0
     buffer_bytes: int = 0
     """Buffers, and memory in which batch normalization collects the statistics of a mini-batch."""
     cast_bytes: int = field(default=0, metadata=LEFT_OUT)
     """Low-precision copies of parameters in autocast's weight cache."""
     rewritten_bytes: int = field(default=0, metadata=LEFT_OUT)
-    """Buffers and frozen parameters that each forward writes; a micro-batch to be recomputed keeps the old values."""
+    """Buffers and frozen parameters that each forward writes."""
     tied: tuple[str, ...] = ()
     """Names of parameters in other layers that share storage with a parameter of this layer."""
     tied_bytes: int = 0
@@ -273,10 +273,7 @@ class LayerProfile:
     backward_us: tuple[float, ...]
     """Backward time, without recomputation."""
     backward_input_us: tuple[float, ...] = ()
-    """Time of the input-gradient pass (I).
-
-    If a split backward makes the forward before it slower, the additional time of the forward is included.
-    """
+    """Time of the input-gradient pass (I), and the time by which a forward takes longer if its backward is split."""
     backward_weight_us: tuple[float, ...] = ()
     """Time of the weight-gradient pass (W). The times of I and W need not add up to `backward_us`."""
     spread: tuple[float, ...] = ()
@@ -291,10 +288,8 @@ class LayerProfile:
     backward_peak_bytes: tuple[int, ...] = ()
     forward_flops: tuple[int, ...] = ()
     collective_bytes: tuple[int, ...] = ()
-    """Bytes that the GPUs that share the layer all-reduce in one forward; the backward all-reduces as many.
-
-    Empty if there are none, or if the times include them, as measured times do.
-    """
+    """Bytes that tensor-parallel GPUs all-reduce in one forward, and also in one backward; empty if the times of the
+    layer include the all-reduces."""
     collectives: int = field(default=0, metadata=LEFT_OUT)
     """Number of all-reduces in a forward, which is also the number in a backward."""
     detail: tuple[MemoryDetail, ...] = ()
@@ -337,7 +332,7 @@ class Profile:
     tensor_parallel: int = field(default=1, metadata=LEFT_OUT)
     """Number of GPUs that share each layer; every figure in `layers` is for one of these GPUs."""
     expert_parallel: int = field(default=1, metadata=LEFT_OUT)
-    """Number of replicas among which the experts of each layer are divided; replicas of a plan are a multiple of it."""
+    """Number of replicas among which the experts of each layer are divided; divides the number of a plan's replicas."""
     layers: tuple[LayerProfile, ...]
     widths: tuple[WidthCosts, ...] = ()
     """Costs of the layers for other values of `tensor_parallel`."""

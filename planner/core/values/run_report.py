@@ -81,7 +81,7 @@ class RunReport:
     samples_per_s: tuple[float, ...] = ()
     """Samples per second of each step, from its actual number of samples."""
     bubble: float | None = None
-    """Share of the time between the first forward and the last backward in which devices wait; median over steps."""
+    """Share of the time from the first forward to the last backward in which devices wait; median over steps."""
     overhead_us: float | None = None
     """Median time that the engine itself takes before a forward or backward that receives no message."""
     warmup_steps: int
