@@ -10,16 +10,16 @@ a linear inequality (`StageLayers`):
     saved    bytes that a micro-batch saves in the stage for its backward
     peak     highest temporary memory while a layer runs
 
-A dynamic program visits the layers in order. A partial choice is made for the layers visited so far. Its numbers are
+A dynamic program visits the layers in order. A candidate chooses among the layers visited so far. Its values are
 
     time     time to recompute the chosen layers
-    held     part of `saved` that is saved in the visited layers
+    held     bytes of `saved` that are saved in the visited layers
     room     upper limit on `saved`, given the peaks of the visited layers
 
-A tensor of a visited layer is pending if no layer has saved it, but a later layer may save it. Partial choices with
-the same pending tensors form a group. A partial choice is dropped if
+An output of a visited layer is pending if no layer has saved it yet, but a later layer may save it as its input. The
+search compares only candidates with the same pending outputs. It drops a candidate if
 
-- another one of its group is at least as good in all three numbers,
+- another candidate is at least as good in all three values,
 - no choice for the later layers can fit, or
 - a lower bound of its total time is not below the best known time.
 
@@ -43,11 +43,11 @@ from planner.core.cost.peak_points import PeakPoints
 RELATIVE = 1e-12
 """Relative difference above which a time counts as shorter. Rounding errors are smaller."""
 
-_FEW_LABELS = 64
-"""Number of labels kept in the first run. It finds a good choice, with which the second run drops most labels."""
+_FEW_CANDIDATES = 64
+"""Number of candidates kept in the first run. Its choice lets the second run drop most candidates."""
 
-_MANY_LABELS = 1 << 16
-"""Number of labels kept in a run that ignores time and finds any choice that fits."""
+_MANY_CANDIDATES = 1 << 16
+"""Number of candidates kept in a run that ignores time and finds any choice that fits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,11 +82,11 @@ def cheapest_recomputed_layers(
         costs: Costs of the layers at the plan's micro-batch size.
         first: First layer of the stage.
         end: One past the last layer of the stage.
-        points: Points in the step at which the memory of the stage's device may peak.
-        limit_bytes: Memory limit of the stage's device minus its reserve, in bytes.
-        most_choices: Limit on partial choices after each layer. The result is exact if the limit is never exceeded.
+        points: Points in the step at which the memory of the device may peak.
+        limit_bytes: Memory limit of the device minus its reserve, in bytes.
+        most_choices: Number of candidates to keep after each layer. The result is exact if this number suffices.
 
-    Complexity: O(n P) for n layers and at most P partial choices per layer. P is small if many layers are equal.
+    Complexity: O(n P) for n layers and at most P candidates after each layer. P is small if many layers are equal.
     """
     linear = stage_memory_functions(costs, np.array([first]), end, points)
     limits = [
@@ -108,10 +108,10 @@ class MemoryLimit(NamedTuple):
     weight: int
     """Number of micro-batches in flight."""
     peak: int
-    """Field of `LayerPeaks` that has the peak, as an index; negative if no layer of the stage runs."""
+    """Index of the field of `LayerPeaks` for the running pass; negative if no layer of the stage runs."""
 
     def room(self, peak: FloatArray | float) -> FloatArray:
-        """Return the limit on the saved bytes of one micro-batch, given a peak; negative if the peak does not fit."""
+        """Return the most bytes that one micro-batch may save, if the running layer needs `peak` bytes."""
         # With weight 0, for example if M = 1, no complete micro-batch is in flight: only the peak counts.
         if self.weight == 0:
             return np.where(np.less_equal(peak, self.bytes), np.inf, -np.inf)
@@ -128,7 +128,7 @@ def cheapest_layers_within(
         layers: Memory of the stage's layers.
         limits: Memory limits of the stage, one for each point in the step.
         times_us: Time to recompute each layer.
-        most_choices: Limit on partial choices after each layer. The result is exact if the limit is never exceeded.
+        most_choices: Number of candidates to keep after each layer. The result is exact if this number suffices.
     """
     with_level = [limit for limit in limits if limit.peak >= 0]
     # If no layer of the stage runs, only the saved bytes count.
@@ -136,14 +136,14 @@ def cheapest_layers_within(
     if room < 0:
         return None
     walk = _LayerDynamicProgram(layers, with_level, times_us, room)
-    # Run with few labels first. If a dropped label might be faster, run with more labels and a better time to beat.
-    best, bound_us = walk.run(np.inf, min(_FEW_LABELS, most_choices))
+    # Run with few candidates first. If a dropped one may be faster, run with more candidates and a better time to beat.
+    best, bound_us = walk.run(np.inf, min(_FEW_CANDIDATES, most_choices))
     if bound_us < (best.time if best else np.inf):
         better, bound_us = walk.run(best.time if best else np.inf, most_choices)
         best = better or best
     if best is None and bound_us < np.inf:
-        # Labels that fit were dropped in favor of faster ones. If all times are 0, few labels remain.
-        best, _ = _LayerDynamicProgram(layers, with_level, np.zeros_like(times_us), room).run(np.inf, _MANY_LABELS)
+        # Candidates that fit were dropped in favor of faster ones. If all times are 0, few candidates remain.
+        best, _ = _LayerDynamicProgram(layers, with_level, np.zeros_like(times_us), room).run(np.inf, _MANY_CANDIDATES)
     if best is None:
         return None
     recomputed = walk.without_idle(best.recomputed)
@@ -156,40 +156,34 @@ class _Choice(NamedTuple):
     recomputed: tuple[int, ...]
 
 
-class _Labels(NamedTuple):
-    # Partial choices (labels), one array entry each. The module's docstring explains time, held and room.
+class _Candidates(NamedTuple):
+    # Candidates, one array entry each. The module's docstring explains time, held and room.
     time: FloatArray
     held: FloatArray
     room: FloatArray
-    bound: FloatArray
-    """Lower bound of the recomputation time of the whole stage."""
-    parent: IntArray
-    """Index of the label without the last visited layer."""
-    is_recomputed: BoolArray
-    """True if the last visited layer is recomputed."""
+    bound: FloatArray  # lower bound of the recomputation time of the whole stage
+    parent: IntArray  # index of the candidate from which this one was made at the last layer
+    is_recomputed: BoolArray  # True if the last visited layer is recomputed
 
-    def take(self, chosen: IndexArray | BoolArray) -> "_Labels":
+    def take(self, chosen: IndexArray | BoolArray) -> "_Candidates":
         fields: list[Any] = [field[chosen] for field in self]
-        return _Labels(*fields)
+        return _Candidates(*fields)
 
 
-def _concatenate(parts: Iterable[_Labels]) -> _Labels:
-    return _Labels(*map(np.concatenate, zip(*parts, strict=True)))
+def _concatenate(parts: Iterable[_Candidates]) -> _Candidates:
+    return _Candidates(*map(np.concatenate, zip(*parts, strict=True)))
 
 
-PendingStorages = tuple[tuple[int, float], ...]
-"""For each pending storage, the last layer that reads it, and its bytes."""
+PendingOutputs = tuple[tuple[int, float], ...]
+"""For each pending output, the last layer that reads it, and its bytes."""
 
 
 class _LayerDynamicProgram:
-    """Dynamic program over the layers of one stage.
-
-    For each n, these arrays have bounds for the layers from n to the last one:
-
-        kept_after               bytes that these layers save without recomputation
-        least_after, most_after  fewest and most bytes that they save with any choice
-        lowest, highest          lowest peak of any choice, and peak without recomputation, by position in `LayerPeaks`
-    """
+    # For each n, these arrays have bounds for the layers from n to the last one:
+    #
+    #     kept_after               bytes that these layers save without recomputation
+    #     least_after, most_after  fewest and most bytes that they save with any choice
+    #     lowest, highest          lowest peak of any choice, and peak without recomputation, by field of `LayerPeaks`
 
     def __init__(self, layers: StageLayers, limits: Sequence[MemoryLimit], times: FloatArray, room: float) -> None:
         self.layers = layers
@@ -228,7 +222,9 @@ class _LayerDynamicProgram:
         # Return the fastest choice below `upper_us`, and a lower bound of the recomputation times of dropped choices.
         # At most `width` partial choices are kept after each layer.
         zero, none = np.zeros(1), np.zeros(1, dtype=np.int64)
-        groups: dict[PendingStorages, _Labels] = {(): _Labels(zero, zero, zero + self.room, zero, none, none > 0)}
+        groups: dict[PendingOutputs, _Candidates] = {
+            (): _Candidates(zero, zero, zero + self.room, zero, none, none > 0)
+        }
         history: list[tuple[IntArray, BoolArray]] = []
         dropped_us = np.inf
         for n in range(self.num_layers):
@@ -236,52 +232,54 @@ class _LayerDynamicProgram:
             dropped_us = min(dropped_us, bound)
             if not groups:
                 return None, dropped_us
-            labels = _concatenate(groups.values())
-            history.append((labels.parent, labels.is_recomputed))
+            candidates = _concatenate(groups.values())
+            history.append((candidates.parent, candidates.is_recomputed))
         return self._best(groups, history), dropped_us
 
-    def _next(self, n: int, groups: dict[PendingStorages, _Labels], upper_us: float) -> dict[PendingStorages, _Labels]:
-        parts: dict[PendingStorages, list[_Labels]] = {}
-        sizes = np.cumsum([0, *(len(labels.time) for labels in groups.values())])
-        for (pending, labels), begin in zip(groups.items(), sizes, strict=False):
-            places = begin + np.arange(len(labels.time))
+    def _next(
+        self, n: int, groups: dict[PendingOutputs, _Candidates], upper_us: float
+    ) -> dict[PendingOutputs, _Candidates]:
+        parts: dict[PendingOutputs, list[_Candidates]] = {}
+        sizes = np.cumsum([0, *(len(candidates.time) for candidates in groups.values())])
+        for (pending, candidates), begin in zip(groups.items(), sizes, strict=False):
+            places = begin + np.arange(len(candidates.time))
             for decision in (KEEP, RECOMPUTE)[: 1 + int(self.layers.can_recompute[n])]:
-                extended = self._extend(n, pending, labels._replace(parent=places), decision)
+                extended = self._extend(n, pending, candidates._replace(parent=places), decision)
                 parts.setdefault(self._pending_after(n, pending, decision), []).append(extended)
-        # Only labels of one group are compared, because a later layer may have to save the pending storages.
+        # Only candidates of one group are compared, because a later layer may have to save the pending outputs.
         kept = {key: _remove_dominated(self._prune(n + 1, _concatenate(some), upper_us)) for key, some in parts.items()}
-        return {pending: labels for pending, labels in kept.items() if len(labels.time)}
+        return {pending: candidates for pending, candidates in kept.items() if len(candidates.time)}
 
-    def _pending_after(self, n: int, pending: PendingStorages, decision: int) -> PendingStorages:
+    def _pending_after(self, n: int, pending: PendingOutputs, decision: int) -> PendingOutputs:
         after = [each for each in pending if each[0] > self.layers.first + n] if decision == KEEP else []
         outputs = [(each.until, each.bytes[decision]) for each in self.layers.pending[n] if each.bytes[decision] > 0]
         return (*after, *outputs)
 
-    def _extend(self, n: int, pending: PendingStorages, labels: _Labels, decision: int) -> _Labels:
+    def _extend(self, n: int, pending: PendingOutputs, candidates: _Candidates, decision: int) -> _Candidates:
         layers = self.layers
         size = sum(each[1] for each in pending)
         # A recomputed layer saves its input, unless an earlier layer has saved it; the input is then not pending.
         taken = size * decision
         entering = (size + layers.passed[n], taken, taken)
-        room = labels.room
+        room = candidates.room
         for limit in self.limits:
-            base = (labels.held + entering[limit.peak]) * layers.stacked
+            base = (candidates.held + entering[limit.peak]) * layers.stacked
             room = np.minimum(room, limit.room(base + layers.peaks[limit.peak][decision, n]))
-        return _Labels(
-            labels.time + decision * self.times[n],
-            labels.held + layers.held[decision, n] + taken,
+        return _Candidates(
+            candidates.time + decision * self.times[n],
+            candidates.held + layers.held[decision, n] + taken,
             room,
-            labels.bound,
-            labels.parent,
-            np.full(len(labels.time), decision == RECOMPUTE),
+            candidates.bound,
+            candidates.parent,
+            np.full(len(candidates.time), decision == RECOMPUTE),
         )
 
-    def _prune(self, n: int, labels: _Labels, upper_us: float) -> _Labels:
-        held, room, stacked = labels.held, labels.room, self.layers.stacked
+    def _prune(self, n: int, candidates: _Candidates, upper_us: float) -> _Candidates:
+        held, room, stacked = candidates.held, candidates.room, self.layers.stacked
         at_end = held + self.kept_after[n]
         must_go = np.full_like(held, -np.inf)
         for limit in self.limits:
-            # Later peaks limit the room as well. Labels that differ only above that limit become equal.
+            # Later peaks limit the room as well. Candidates that differ only above that limit become equal.
             room = np.minimum(room, limit.room(held * stacked + self.lowest[limit.peak][n]))
             # Saving one byte less removes a byte per micro-batch in flight and, if peaks are stacked, one of the peak.
             if limit.weight + stacked > 0:
@@ -291,23 +289,23 @@ class _LayerDynamicProgram:
         must_go = np.maximum(must_go, at_end - room)
         # The knapsack has the least time in which later layers can save that many bytes less.
         saved, recompute_us = self.knapsacks[n]
-        bound = labels.time + np.interp(must_go, saved, recompute_us, right=np.inf)
+        bound = candidates.time + np.interp(must_go, saved, recompute_us, right=np.inf)
         fits = (held + self.least_after[n] <= room) & (bound < upper_us * (1 - RELATIVE))
-        # Room that can never be filled counts as infinite, so that more labels are equal and can be dropped.
+        # Room that can never be filled counts as infinite, so that more candidates are equal and can be dropped.
         room = np.where(room >= held + self.most_after[n], np.inf, room)
-        return labels._replace(room=room, bound=bound).take(fits)
+        return candidates._replace(room=room, bound=bound).take(fits)
 
     def _best(
-        self, groups: dict[PendingStorages, _Labels], history: Sequence[tuple[IntArray, BoolArray]]
+        self, groups: dict[PendingOutputs, _Candidates], history: Sequence[tuple[IntArray, BoolArray]]
     ) -> _Choice | None:
         held = np.concatenate([g.held + sum(each[1] for each in pending) for pending, g in groups.items()])
-        labels = _concatenate(groups.values())
-        fitting = np.flatnonzero(held + self.layers.passed[-1] <= labels.room)
+        candidates = _concatenate(groups.values())
+        fitting = np.flatnonzero(held + self.layers.passed[-1] <= candidates.room)
         if not len(fitting):
             return None
-        # Of equally fast labels, choose the one with the fewest bytes, including storages that are still pending.
-        index = int(fitting[np.lexsort((held[fitting], labels.time[fitting]))[0]])
-        best_us, recomputed = float(labels.time[index]), []
+        # Of equally fast candidates, choose the one with the fewest bytes, including outputs that are still pending.
+        index = int(fitting[np.lexsort((held[fitting], candidates.time[fitting]))[0]])
+        best_us, recomputed = float(candidates.time[index]), []
         for n in reversed(range(self.num_layers)):
             parent, recompute = history[n]
             if recompute[index]:
@@ -334,24 +332,22 @@ def _suffix_sums(per_layer: FloatArray) -> FloatArray:
 
 
 def _knapsack(savings: FloatArray, times: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """Return amounts of freed bytes, ascending, and the least recomputation time that frees each amount.
-
-    Layers may be recomputed in part (fractional knapsack), so the least time is linear between two entries.
-    """
+    # Return amounts of freed bytes, ascending, and the least recomputation time that frees each amount. Layers may be
+    # recomputed in part (fractional knapsack), so the least time is linear between two entries.
     # Taking the layers with most bytes per time first is optimal, because part of the last layer may be taken.
     useful = np.flatnonzero(savings > 0)
     order = useful[np.argsort(times[useful] / savings[useful], kind="stable")]
     return np.append(0.0, np.cumsum(savings[order])), np.append(0.0, np.cumsum(times[order]))
 
 
-def _remove_dominated(labels: _Labels) -> _Labels:
-    order = np.lexsort((-labels.room, labels.held, labels.time))
-    held, room = labels.held[order], labels.room[order]
-    # Labels are sorted by time. A previous label dominates a label if it has saved no more and has no less room.
+def _remove_dominated(candidates: _Candidates) -> _Candidates:
+    order = np.lexsort((-candidates.room, candidates.held, candidates.time))
+    held, room = candidates.held[order], candidates.room[order]
+    # Candidates are sorted by time. An earlier one dominates a later one if it has saved no more and has no less room.
     if len(order) and (room == room[0]).all():
         before = np.append(np.inf, np.minimum.accumulate(held)[:-1])
-        return labels.take(order[held < before])
-    return labels.take(order[_staircase(held.tolist(), room.tolist())])
+        return candidates.take(order[held < before])
+    return candidates.take(order[_staircase(held.tolist(), room.tolist())])
 
 
 def _staircase(held_bytes: Sequence[float], room: Sequence[float]) -> list[int]:
@@ -375,14 +371,16 @@ def _staircase(held_bytes: Sequence[float], room: Sequence[float]) -> list[int]:
     return kept
 
 
-def _limit_width(groups: dict[PendingStorages, _Labels], width: int) -> tuple[dict[PendingStorages, _Labels], float]:
-    # Keep the best `width` labels of all groups. Also return the smallest lower bound of the dropped labels.
-    sizes = [len(labels.time) for labels in groups.values()]
+def _limit_width(
+    groups: dict[PendingOutputs, _Candidates], width: int
+) -> tuple[dict[PendingOutputs, _Candidates], float]:
+    # Keep the best `width` candidates of all groups. Also return the smallest lower bound of the dropped candidates.
+    sizes = [len(candidates.time) for candidates in groups.values()]
     if sum(sizes) <= width:
         return groups, np.inf
-    bound = np.concatenate([labels.bound for labels in groups.values()])
-    held = np.concatenate([labels.held for labels in groups.values()])
-    # The fastest labels often do not fit after the last layer, so half of the labels are spread over saved bytes.
+    bound = np.concatenate([candidates.bound for candidates in groups.values()])
+    held = np.concatenate([candidates.held for candidates in groups.values()])
+    # The fastest candidates often do not fit after the last layer, so half of them are spread over saved bytes.
     fast, slow = np.split(np.lexsort((held, bound)), [width - width // 2])
     by_held = slow[np.argsort(held[slow], kind="stable")]
     chosen = np.zeros(len(bound), dtype=np.bool_)
@@ -390,6 +388,6 @@ def _limit_width(groups: dict[PendingStorages, _Labels], width: int) -> tuple[di
     chosen[by_held[np.linspace(0, len(by_held) - 1, width // 2).astype(np.int64)]] = True
     places = np.split(chosen, np.cumsum(sizes)[:-1])
     narrowed = {
-        key: labels.take(some) for (key, labels), some in zip(groups.items(), places, strict=True) if some.any()
+        key: candidates.take(some) for (key, candidates), some in zip(groups.items(), places, strict=True) if some.any()
     }
     return narrowed, float(bound[~chosen].min())

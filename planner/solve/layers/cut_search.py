@@ -1,9 +1,8 @@
 """Local search over cuts, in which stages may recompute some of their layers.
 
 The search starts from the best plan that recomputes whole stages. All moves of a cut are first simulated with the same
-recomputed layers as before. For the fastest moves, the layers to recompute are then chosen again on the devices whose
-stages change (`devices.py`). If `devices.py` finds several good recomputations for a device, changing one into another
-is a move as well.
+recomputed layers as before. For the fastest moves, `devices.py` then chooses the layers again on devices whose stages
+change.
 
 Complexity: O(V K M) numpy operations for each batch of moves, with V chunks on each of K devices and M micro-batches.
 In addition, layers are chosen for the fastest moves.

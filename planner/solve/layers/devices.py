@@ -1,14 +1,11 @@
 """Search for the stages or layers that one device recomputes. Its stages (chunks) share its memory.
 
-If all chunks are short, `subsets.py` lists the useful subsets of layers of each chunk. All combinations of them are
-compared, unless there are too many. Otherwise the layers are chosen for one chunk after the other. While the other
-chunks stay fixed, `cheapest.py` solves this choice exactly. The limit at each point in the step of the device is
-(`cheapest.py` has the legend):
+If all chunks are short, `subsets.py` lists the useful subsets of layers of each chunk. If there are few combinations of
+these subsets, all are compared. For other devices, `cheapest.py` chooses the layers of one chunk after the other. The
+memory limit of a chunk is then the limit of the device minus the memory of the other chunks.
 
-    fixed + weight * held + peak <= limit - bytes of the other chunks at this point in the step
-
-How the chunks share the limit depends on the recomputation to start from. There are two starts: whole stages, as
-`--recompute auto` chooses them; and layers, added in the order of bytes freed per time until the device fits.
+This search has two starts: whole stages, as `--recompute auto` chooses them; and layers, added in the order of bytes
+freed per time until the device fits.
 
 Complexity: O(V) runs of `cheapest.py` for a device with V chunks. Results are cached by device and cuts.
 """
@@ -33,7 +30,7 @@ from planner.solve.layers.subsets import MOST_LAYERS, LayerSubsets
 from planner.solve.space.partitions import Evaluator
 
 _MOST_JOINTLY = 20_000
-"""Largest number of combinations of recomputations of a device's chunks that are compared at once."""
+"""Largest number of combinations of recomputed layers of a device that are compared."""
 
 _NEARLY_CHEAPEST = 1.25
 """Largest ratio of a recomputation time to the shortest one. A longer time may be better if a stage waits anyway."""
@@ -56,48 +53,38 @@ class Recomputation:
 
 
 class _ChunkRecomputation(NamedTuple):
-    """Recomputation of one chunk, with its time and memory; the fields are as in `Recomputation`."""
-
+    # The fields are as in `Recomputation`, but for one chunk.
     choice: int
     recomputed: tuple[int, ...]
     layers_us: float
     recompute_us: float
-    """Recomputation time in a step."""
-    bytes: FloatArray
-    """Memory of the chunk at each point in the step of the device, shape (points,)."""
+    bytes: FloatArray  # memory of the chunk at each point in the step of the device, shape (points,)
 
 
 class RecomputeSearch:
-    """Search for the best recomputation of each device. Results are cached.
-
-    Args:
-        evaluator: Evaluator for the number of devices.
-    """
+    """Search for the best recomputation of each device. Results are cached."""
 
     def __init__(self, evaluator: Evaluator) -> None:
         self._evaluator = evaluator
         self._answers: dict[tuple[int, ...], tuple[Recomputation, ...]] = {}
         self._stages: dict[tuple[int, int], _StageTables] = {}
         self.num_solved = 0
-        """Number of stages whose layers were chosen so far, as a measure of search time."""
+        """Number of searches for the recomputed layers of a stage so far."""
 
     def recomputations(self, device: int, cuts: IntArray) -> tuple[Recomputation, ...]:
-        """Return the recomputations of a device to try, best first.
-
-        If none fits into memory, return those that exceed the limit least.
-        """
+        """Return good recomputations of a device, best first; if none fits, those that exceed the limit least."""
         key = device, *(int(cuts[s + more]) for s in self._evaluator.stages_by_device[device] for more in (0, 1))
         if key not in self._answers:
             self._answers[key] = self._solve(device, cuts)
         return self._answers[key]
 
     def improve_from(self, device: int, cuts: IntArray, choices: Sequence[int]) -> Recomputation:
-        """Return an improved recomputation of one device, which starts from a recomputation of whole stages.
+        """Improve the recomputation of one device; return the result.
 
         Args:
             device: Index of the device.
             cuts: Cuts of all stages, shape (stages + 1,).
-            choices: Recompute choice of each of the device's stages at the start, as an index into `CHOICES`.
+            choices: Recompute choice of each of the device's stages to start from, as an index into `CHOICES`.
         """
         chunks, limit = self._chunks(device, cuts), self._evaluator.case.limits_bytes[device]
         start = [chunk.whole[choice] for chunk, choice in zip(chunks, choices, strict=True)]
@@ -184,8 +171,6 @@ class _StageTables:
 
 
 class _Chunk:
-    """Stage of a device: its memory at each point in the step, for each choice of recomputed layers."""
-
     def __init__(self, stage: _StageTables, by_layers: ChunkMemoryFunction, counts: FloatArray) -> None:
         self.stage = stage
         self.whole: dict[int, _ChunkRecomputation] = {}

@@ -8,7 +8,7 @@ exact.
 
 Under GPipe the last solution is the optimum. Under 1F1B its time is a lower bound for all partitions. Partitions with a
 lower bound below the best step time are then simulated, with exactly chosen layers. If there are too many, a local
-search over cuts (`cut_search.py`) improves the best partition, and the lower bound stays below its step time.
+search over cuts (`cut_search.py`) improves the best partition instead.
 
 Complexity: that of `planner.solve.chain`, plus one run of `cheapest.py` for each stage whose layers are chosen exactly.
 """
@@ -90,10 +90,9 @@ def _best_cuts(case: Case, width: int, upper_us: float, deadline: Deadline) -> C
 
 
 def search_one_forward_one_backward_by_layers(progress: Progress, initial: Partition | None) -> None:
-    """Search 1F1B partitions for each number of stages, with recomputation chosen layer by layer.
+    """Search partitions under 1F1B, with recomputation chosen layer by layer.
 
-    The search starts from `initial`, a partition that recomputes whole stages, unless it is None. It ends early if the
-    limit on simulated actions is reached.
+    `initial` is a partition to start from that recomputes whole stages, or None.
 
     Raises:
         OutOfTimeError: The deadline passed.
@@ -110,8 +109,6 @@ def search_one_forward_one_backward_by_layers(progress: Progress, initial: Parti
 
 
 class _StageCountSearch:
-    """Search for cuts and recomputed layers under 1F1B, for one number of stages."""
-
     def __init__(self, progress: Progress, evaluator: Evaluator, layers: RecomputeTimes) -> None:
         self._progress, self._evaluator, self._layers = progress, evaluator, layers
         self._case = evaluator.case

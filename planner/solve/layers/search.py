@@ -1,9 +1,8 @@
 """Search for plans in which stages may recompute some of their layers.
 
-The search starts from the best plan that recomputes whole stages, so its result is never slower than this plan. The
-lower bound is computed as in `planner.solve.chunks.search`. If there are few partitions, all of them are simulated
-without recomputation. Partitions that exceed a memory limit need recomputation, which never makes them faster. Their
-smallest time without recomputation is therefore a lower bound of their times with recomputation.
+The search starts from the best plan that recomputes whole stages, so its result is never slower than this plan. If
+there are few partitions, all of them are simulated without recomputation. Their times are lower bounds, because
+recomputation never makes a partition faster.
 """
 
 from functools import partial

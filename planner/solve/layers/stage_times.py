@@ -1,8 +1,7 @@
 """Time that every stage needs to recompute layers: lower bounds first, exact values for stages in good plans.
 
 `cheapest.py` finds the exact value for one stage. The lower bound is a fractional knapsack: layers are recomputed in
-the order of bytes freed per time until the stage fits. A layer may free fewer bytes in a stage than are assumed here,
-so the true time is never shorter.
+the order of bytes freed per time until the stage fits.
 """
 
 from typing import NamedTuple
@@ -22,11 +21,9 @@ _MOST_RATIOS = 64
 
 
 class _DeviceKey(NamedTuple):
-    """Key of a table of recomputation times; devices with equal keys share one table."""
-
+    # Devices with equal keys share one table of recomputation times.
     limit_bytes: float
     in_flight: int
-    """Largest number of micro-batches in flight on the device; under 1F1B, it is smaller for later stages."""
 
 
 class RecomputeTimes:
@@ -42,18 +39,18 @@ class RecomputeTimes:
 
     @property
     def num_exact(self) -> int:
-        """Number of stages whose recomputation time is exact so far."""
+        """Number of stages that `solve_stage` has solved so far."""
         return sum(map(len, self._exact.values()))
 
     def table(self, width: int, limit_bytes: float, points: PeakPoints) -> FloatArray:
-        """Return lower bounds of the recomputation time of each stage, as entries [end, first - end + width].
+        """Return lower bounds of the recomputation time of each stage; infinite if the stage never fits.
 
-        The stage has the layers first..end-1. The time is infinite if the stage never fits.
+        Entry [end, width - n] is for the stage of the n layers before layer `end`.
 
         Args:
             width: Number of layers of the longest stage.
-            limit_bytes: Memory limit of the stages' device minus its reserve, in bytes.
-            points: Points in the step at which the memory of this device may peak.
+            limit_bytes: Memory limit of the device minus its reserve, in bytes.
+            points: Points in the step at which the memory of the device may peak.
         """
         device = _DeviceKey(limit_bytes, points.in_flight)
         table = self._tables.get(device)
@@ -71,13 +68,11 @@ class RecomputeTimes:
     def solve_stage(self, first: int, end: int, limit_bytes: float, points: PeakPoints) -> LayerChoice | None:
         """Return the layers of least recomputation time that make a stage fit; None if the stage never fits.
 
-        The time is recorded in the tables.
-
         Args:
             first: First layer of the stage.
             end: One past the last layer of the stage.
-            limit_bytes: Memory limit of the stage's device minus its reserve, in bytes.
-            points: Points in the step at which the memory of this device may peak.
+            limit_bytes: Memory limit of the device minus its reserve, in bytes.
+            points: Points in the step at which the memory of the device may peak.
         """
         device = _DeviceKey(limit_bytes, points.in_flight)
         choices = self._exact.setdefault(device, {})
@@ -105,12 +100,12 @@ def least_recompute_us(
         costs: Costs of the layers.
         firsts: First layers of the stages, ascending.
         stop: Stages end before this layer.
-        points: Points in the step at which the memory of the stages' device may peak.
-        limit_bytes: Memory limit of the stages' device minus its reserve, in bytes.
+        points: Points in the step at which the memory of the device may peak.
+        limit_bytes: Memory limit of the device minus its reserve, in bytes.
 
     Returns:
         Microseconds, one row per first layer and one column per last layer from `firsts[0]` to `stop - 1`; infinite if
-        the stage never fits. Entries whose last layer is before the first layer are undefined.
+        the stage never fits.
 
     Complexity: O(n (stop - firsts[0]) R) for n first layers. R is the number of different ratios of recomputation time
     to freed bytes, at most `_MOST_RATIOS`.

@@ -1,8 +1,7 @@
 """Subsets of a short stage's layers that may be worth recomputing, because no other subset dominates them.
 
 A subset dominates another one if it takes no more time to recompute, saves no more bytes for the backward, and has no
-higher peak in any pass. It is then at least as good at any point in the step, on any device. The subsets of a stage are
-therefore compared only once.
+higher peak in any pass. It is then at least as good at any point in the step, on any device.
 
 Complexity: O(2^n n) for n layers, and O(4^n) to compare the subsets.
 """
