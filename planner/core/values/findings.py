@@ -64,8 +64,8 @@ RULES: Final = (
         code="GP103",
         severity="note",
         title="the largest expected peak of a device is above its memory",
-        meaning="The predicted peak fits. But it does not fit if the prediction is as far too low as the worst earlier "
-        "prediction of its kind, or if PyTorch reserves more than tensors need. The verdict is `tight`.",
+        meaning="The predicted peak fits, but its upper bound does not. This bound includes the largest errors of "
+        "earlier predictions, and memory that PyTorch reserves in addition. The verdict is `tight`.",
         why="Training may stop with an out-of-memory error on that device.",
         remedy="Solve with `--headroom auto`, or compare a short run with the plan: `gpipe-plan verify`.",
     ),
@@ -112,8 +112,8 @@ RULES: Final = (
         code="GP205",
         severity="warning",
         title="the plan is not as good as its certificate states",
-        meaning="Solving again with the plan's inputs and number of micro-batches gives another certificate: "
-        "the status, the gap, the lower bound or the frontier in the file differ.",
+        meaning="Solving again with the plan's inputs and number of micro-batches contradicts the status, the gap, the "
+        "lower bound or the frontier in the file.",
         why="The plan was edited, or written by another tool. Readers rely on the word `optimal`.",
         remedy="Solve again. To evaluate fixed cuts, use `solve --balance`.",
     ),
@@ -121,7 +121,7 @@ RULES: Final = (
         code="GP206",
         severity="note",
         title="the certificate was not recomputed",
-        meaning="Solving again would take longer than a check may take. The plan's status, gap, bound and "
+        meaning="Solving again takes too long, or needs a missing package. The plan's status, gap, bound and "
         "frontier were read from the file. Everything else was recomputed.",
         why="These values may be correct, but they were not verified.",
         remedy="To be sure, solve again.",
@@ -193,10 +193,10 @@ RULES: Final = (
         code="GP401",
         severity="note",
         title="a stage needs more memory than before",
-        meaning="Compared with the plan given by `--against`, a device's predicted peak has grown.",
+        meaning="Compared with the plan given by `--against`, the predicted memory of a stage has grown.",
         why="The device may still fit its limit. Unintended growth is best noticed in the change that causes it.",
-        remedy="Read the table of stages: bytes before, now, and the difference. The check fails only if a stage "
-        "exceeds its memory limit or, with `--strict`, if less memory than `--headroom` stays free.",
+        remedy="Read the table of stages that `check` prints: bytes before, now, and the difference. The check fails "
+        "only if a stage exceeds its memory limit or, with `--strict`, if less memory than `--headroom` stays free.",
     ),
     Rule(
         code="GP402",
