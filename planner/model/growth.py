@@ -18,7 +18,8 @@ from typing import Any
 
 from planner.core.errors import ModelError
 from planner.model.attributes import AttributeChange
-from planner.model.leaves import ConstantValue, Leaf, TensorLeaf, as_sample_count
+from planner.model.leaves import ConstantValue, Leaf, TensorLeaf, VaryingResult, as_sample_count
+from planner.model.nests import Nest, common_leaves, common_nest, leaf_names
 from planner.model.recording import FunctionResult, ModuleCall, Recording
 
 SIZES = (2, 4)
@@ -88,9 +89,12 @@ def shapes_in_both_recordings(
             shapes = _shapes_of_call(recording.calls[number], other.calls[other_number]) | shapes
             if any(recording.calls[number].enter < cut <= recording.calls[number].exit for cut in cuts):
                 open_pairs.append((number, other_number))
+    model = recording.calls[0]
     if recording.unread:
+        if model.nest != other.calls[0].nest and model.nest == recording.output_nest:
+            _merge_outputs(recording, other)
         with contextlib.suppress(ModelError):  # an output of varying structure is allowed, but gets no stand-ins
-            shapes = _paired("the model", recording.calls[0].leaves, other.calls[0].leaves) | shapes
+            shapes = _paired("the model", model.leaves, other.calls[0].leaves) | shapes
     return shapes, varying
 
 
@@ -135,12 +139,45 @@ def _candidates_by_place(recording: Recording) -> Iterator[tuple[tuple[Any, ...]
 
 def _shapes_of_call(call: ModuleCall, other: ModuleCall) -> Shapes:
     shapes: Shapes = {}
-    # A result of varying structure is allowed if no part of it crosses a cut; its shapes are then unknown.
+    # A result of varying structure is allowed if no varying part crosses a cut; the shapes of the part are unknown.
+    if call.nest != other.nest:
+        _merge_structures(call, other)
     with contextlib.suppress(ModelError):
         shapes = _paired(call.path, call.leaves, other.leaves)
         call.leaves = _with_sample_counts(call.leaves, other.leaves)
     call.changes, left_leaves = _changes_in_both(call, other)
     return left_leaves | shapes
+
+
+def _common_places(call: ModuleCall, other: ModuleCall) -> tuple[Nest, list[int | None], list[int | None]]:
+    """Return the structure that two results share, and the positions of its leaves in both; None if a part varies."""
+    common = common_nest(call.nest, other.nest)
+    pairs = zip(common_leaves(call.nest, common), common_leaves(other.nest, common), strict=True)
+    places = [(None, None) if None in pair else pair for pair in pairs]
+    return common, [first for first, _ in places], [second for _, second in places]
+
+
+def _merge_structures(call: ModuleCall, other: ModuleCall) -> None:
+    """Replace the parts of two results whose structures differ by `VaryingResult`."""
+    common, *places = _common_places(call, other)
+    names = leaf_names(common, call.path)
+    for each, numbers in zip((call, other), places, strict=True):
+        each.leaves = tuple(
+            ConstantValue(VaryingResult(name)) if number is None else each.leaves[number]
+            for number, name in zip(numbers, names, strict=True)
+        )
+        each.nest, each.is_varying = common, True
+
+
+def _merge_outputs(recording: Recording, other: Recording) -> None:
+    """Replace the model's outputs whose structures differ by `VaryingResult`, unless the loss reads one of them."""
+    model, other_model = recording.calls[0], other.calls[0]
+    _, places, _ = _common_places(model, other_model)
+    outputs = tuple(-1 if place is None else recording.outputs[place] for place in places)
+    if recording.unread.issuperset(set(recording.outputs).difference(outputs)):
+        _merge_structures(model, other_model)
+        recording.outputs, recording.output_nest = outputs, model.nest
+        recording.unread &= frozenset(outputs)
 
 
 def _paired(path: str, leaves: Sequence[Leaf], other_leaves: Sequence[Leaf]) -> Shapes:

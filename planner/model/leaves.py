@@ -7,6 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from planner.core.errors import ModelError
+
 
 @dataclass(frozen=True)
 class TensorMeta:
@@ -79,6 +81,40 @@ class SampleCount:
         """Return the value of the recorded integer or `torch.Size` in a batch of `size` samples."""
         numbers = (number + size * more for number, more in zip(self.at_zero, self.per_sample, strict=True))
         return torch.Size(numbers) if self.is_size else next(numbers)
+
+
+class VaryingResult:
+    """Placeholder for a part of a result whose structure depends on the batch, such as a list with an item per sample.
+
+    A stage gets it instead of the part that an earlier stage computed. Any use raises an error.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __len__(self) -> int:
+        """Raise an error, as does every other use."""
+        raise self._error()
+
+    def __getitem__(self, item: Any) -> Any:
+        """Raise an error, as does every other use."""
+        raise self._error()
+
+    def __iter__(self) -> Any:
+        """Raise an error, as does every other use."""
+        raise self._error()
+
+    def __getattr__(self, name: str) -> Any:
+        """Raise an error, as does every other use."""
+        if name.startswith("__"):  # `copy` and `pickle` ask for methods that an object may lack
+            raise AttributeError(name)
+        raise self._error()
+
+    def _error(self) -> ModelError:
+        return ModelError(
+            f'"{self._name}" has another structure for another batch size, and a later stage reads it',
+            hint="return a tensor whose first dimension counts the samples, instead of a list with an item per sample",
+        )
 
 
 Leaf = TensorLeaf | ArgumentLeaf | NamedLeaf | ConstantValue | SampleCount

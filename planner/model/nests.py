@@ -69,6 +69,30 @@ def _aligned(leaves: Iterator[Any], nest: Nest, wanted: Nest) -> list[Any]:
     return [leaf for a, b in zip(nest.children, wanted.children, strict=True) for leaf in _aligned(leaves, a, b)]
 
 
+def common_nest(nest: Nest, other: Nest) -> Nest:
+    """Return the structure that two values share. Items whose structures differ are leaves of it."""
+    if nest.kind is not other.kind or nest.keys != other.keys:
+        return _LEAF
+    return Nest(nest.kind, nest.keys, tuple(map(common_nest, nest.children, other.children)))
+
+
+def common_leaves(nest: Nest, common: Nest) -> list[int | None]:
+    """Return for each leaf of `common`, which `common_nest` returned, its position among the leaves of `nest`.
+
+    The position is None if it is no single leaf of `nest`.
+    """
+    places: list[int | None] = []
+    first, open_items = 0, [(nest, common)]
+    while open_items:
+        item, shared = open_items.pop()
+        if shared.kind is not None:
+            open_items.extend(zip(reversed(item.children), reversed(shared.children), strict=True))
+            continue
+        places.append(first if item.kind is None else None)
+        first += len(leaf_names(item))
+    return places
+
+
 def _nest(value: Any, leaves: list[Any]) -> Nest:
     keys: Iterable[Any]
     if isinstance(value, tuple | list) and not isinstance(value, torch.Size):

@@ -52,6 +52,8 @@ class ModuleCall:
     nest: Nest = field(default_factory=Nest)
     leaves: tuple[Leaf, ...] = ()
     """Leaves of the result, whose structure is `nest`."""
+    is_varying: bool = False
+    """True if the structure depends on the batch. Each part that differs is then a `VaryingResult` in `leaves`."""
     changes: tuple[AttributeChange, ...] = ()
     """Attribute changes that the call made."""
     function_region: int = -1

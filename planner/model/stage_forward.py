@@ -167,8 +167,8 @@ class StageForward:
 
     def _keep_result(self, call: ModuleCall, result: Any) -> None:
         leaves = flatten(result)[0]
-        if len(leaves) != len(call.leaves):
-            if not (self._part.begin and call.number in self._part.open):
+        if call.is_varying or len(leaves) != len(call.leaves):
+            if not (call.is_varying or (self._part.begin and call.number in self._part.open)):
                 raise control_flow_error(f'"{call.path}" returned something else')
             # A call that collects results of skipped modules (a list of hidden states) returns fewer leaves.
             leaves = align_leaves(result, call.nest)
