@@ -215,10 +215,9 @@ class Pipeline:
         return next(batches, None)
 
     def own_part(self, inputs: Any, targets: Any) -> Batch:
-        """Return this rank's part of a mini-batch that every rank has: the samples of its replica.
+        """Return the samples of this rank's replica. Every rank passes the same mini-batch.
 
-        The first stage keeps the inputs, and the last stage the targets. Other tensors become meta tensors, so that
-        every rank knows their sizes.
+        Inputs are real on the first stage only, and targets on the last stage only; elsewhere they are meta tensors.
 
         Raises:
             UsageError: There are fewer samples than replicas.
@@ -236,9 +235,9 @@ class Pipeline:
         the mini-batch, or over the items that the model's `loss_count` counts. Gradients are added to existing
         gradients.
 
-        A mini-batch may be smaller than planned, such as the last one of an epoch. With replicas, every rank passes its
-        own part (`batches`, `own_part`); gradients and loss are those of the whole mini-batch. If gradients overflow
-        under `fp16-mixed`, all stages drop their gradients, the optimizer does nothing, and `skipped` is true.
+        A mini-batch may be smaller than planned, such as the last one of an epoch. With replicas, pass the samples of
+        this rank's replica, from `batches` or `own_part`. If gradients overflow under `fp16-mixed`, all stages drop
+        their gradients, the optimizer does nothing, and `skipped` is true.
 
         Raises:
             UsageError: The mini-batch is larger than planned.

@@ -87,7 +87,6 @@ def read_checkpoint(source: Path, pipeline: Pipeline, optimizer: OptimizerState)
 
 
 def _check_equal_on_all_ranks(stored: StoredCheckpoint) -> None:
-    """Raise a `UsageError` if the state of an object of the script differs between the open files of the checkpoint."""
     first: Mapping[str, Any] = stored.file(0).state_part("others")
     for rank, file in stored.opened.items():
         others = file.state_part("others")

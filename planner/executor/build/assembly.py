@@ -97,10 +97,7 @@ class ProcessStages:
         return self._chain.model
 
     def parameter_pairs(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
-        """Return, for each parameter of this process, (parameter of the whole model, parameter in this process).
-
-        Parameters of the whole model have no values.
-        """
+        """Return, for each parameter of this process, its meta tensor in `whole_model` and the parameter itself."""
         whole = dict(self._chain.model.named_parameters(remove_duplicate=False))
         return [(whole[name], parameter) for name, parameter in self.named_parameters()]
 

@@ -122,7 +122,7 @@ def build_stages(
 ) -> list[tuple[Layer, ...]]:
     """Build the layers of some stages, with the same initial values as in the whole model.
 
-    A parameter that several of these stages share is one tensor. Other layers take no memory afterwards.
+    A parameter that several of these stages share is one tensor.
 
     Args:
         loaded: Loaded model file.

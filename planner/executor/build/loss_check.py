@@ -278,12 +278,11 @@ def _has_labels(loaded: LoadedModel, batch: Batch) -> bool:
 
 
 def _mask_labels(batch: Batch) -> Batch | None:
-    """Return the batch with some labels masked; unchanged if samples have one label, None if they have too few."""
     labels = batch.inputs["labels"].clamp(min=0)
     if labels.ndim < 2:
-        return batch
+        return batch  # one label per sample
     if labels.shape[-1] < _LEAST_LABELS:
-        return None
+        return None  # too few labels per sample to mask some
     # Each counting rule gives the first half another weight: 1/2 for samples, 2/5 for labels that are not -100, and 1/4
     # if the first label of each row does not count either (as in a language model that shifts labels).
     kept = torch.full_like(labels, MASKED)

@@ -1,4 +1,4 @@
-"""Build a model in which only some tensors take memory. Their values are the same as in the whole model.
+"""Build a model in which only some tensors take memory, with the same values as in the whole model.
 
 Initial values come from a random generator that every layer advances in turn, so a rank cannot build its own layers
 alone. The model is therefore built twice with fake tensors, which have a shape and no memory. The first time, the
@@ -39,7 +39,7 @@ _DRAWS_BY_SHAPE = frozenset(
 
 
 class BuildError(Exception):
-    """Error for a model that cannot be built in parts. The whole model must then be built."""
+    """Error for a model whose stages cannot be built alone; the whole model must be built."""
 
 
 def build_with_values(
@@ -130,8 +130,6 @@ class _StorageRecorder(TorchDispatchMode):
 
 
 class _PartialReplay(TorchDispatchMode):
-    """Dispatch mode for a second build of a model, in which only the tensors of this rank have values."""
-
     def __init__(self, notes: _StorageRecorder, needed: frozenset[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)

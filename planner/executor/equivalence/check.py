@@ -66,11 +66,7 @@ class EquivalenceResult(NamedTuple):
     """True if an error prevented the comparison. Lack of time or memory is no error."""
 
     def raise_if_failed(self) -> None:
-        """Raise an error if `is_failure` is true.
-
-        Raises:
-            ModelError: An error prevented the comparison.
-        """
+        """Raise a `ModelError` if an error prevented the comparison."""
         if self.is_failure:
             loop = "a plain loop"
             if autocast_dtype(self.loaded.precision) is not None:

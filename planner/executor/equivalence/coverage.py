@@ -1,6 +1,7 @@
 """Classes of equivalent cuts. The equivalence check compares one cut of each class.
 
-Two cuts are equivalent if the layers before and after them are equal, and if the tensors at the cuts have equal shapes.
+Two cuts are equivalent if their previous layers are equal, their next layers are equal, and their tensors have equal
+shapes.
 """
 
 from collections.abc import Hashable, Sequence
@@ -34,7 +35,7 @@ class EquivalentCuts:
 
 
 def find_equivalent_cuts(chain: Chain, shapes: ChainShapes, digests: Sequence[str]) -> EquivalentCuts:
-    """Group the cuts that are between equal layers and at which the tensors have equal shapes.
+    """Return the classes of equivalent cuts of a chain.
 
     Args:
         chain: Chain of layers.

@@ -35,11 +35,11 @@ class StageDifferences:
     """Differences between a stage and the reference (the model in a plain training loop)."""
 
     relative: dict[str, float] = field(default_factory=dict)
-    """Largest relative difference of each tensor and number. Keys are their names in messages."""
+    """Largest relative difference of each compared tensor or Python number, by its name in messages."""
     own_values: dict[str, str] = field(default_factory=dict)
     """Digests of the tensors whose initial values differ from the reference, by tensor name."""
     late_step: int = 0
-    """Number of the current step if the step is one of `ReferenceOptions.late_steps`; else 0."""
+    """Number of the step, if it is one of `ReferenceOptions.late_steps`; 0 in the first steps."""
     writes_state: bool = False
     """True if forwards write into parameters, buffers or tensors in attributes."""
 

@@ -54,7 +54,7 @@ def check_repeated_forwards(loaded: LoadedModel, chain: Chain, *, limit_s: float
         limit_s: Seconds after which the process is ended.
 
     Returns:
-        Text about a difference between the losses with and without gradients; empty if there is none.
+        Warning if the loss differs under `torch.no_grad`; empty if it does not.
 
     Raises:
         ChildError: A forward took another path than the first one, or a layer needs values that only other stages have.
@@ -111,7 +111,7 @@ class _RepeatedForwards:
         return differs
 
     def _refuse_numbers(self) -> None:
-        """Refuse a layer that reads numbers from tensors and returns a Python number."""
+        # A Python number that a layer has read from a tensor would be constant in the next stages.
         value = self._loaded.example_batch(_SAMPLES).inputs
         scalar = torch.Tag.data_dependent_output
         for module in self._modules[:-1]:
@@ -173,8 +173,6 @@ def _ignore(_index: int, _forward: int) -> None:
 
 
 class _SharedValues:
-    """Values of module-level variables in the user's Python files."""
-
     def __init__(self, loaded: LoadedModel, model: nn.Module, modules: Sequence[nn.Module]) -> None:
         self._find = partial(numbers_in_user_files, model, loaded.loss_fn)
         parts = [dict(m.finished_modules if isinstance(m, ModelStage) else m.named_modules()) for m in modules]
@@ -182,7 +180,7 @@ class _SharedValues:
         self._at_start = self._values = self._find()
 
     def check(self, index: int, forward: int) -> None:
-        """Raise an error if layer `index` changed a value that another layer reads, except in forward 0."""
+        """Raise an error if layer `index` changed a module-level variable that another layer reads."""
         before, self._values = self._values, self._find()
         after = without_leftover_tensors(self._values, self._at_start)
         # Forward 0 may change values, to fill a cache.

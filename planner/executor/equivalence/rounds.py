@@ -276,7 +276,7 @@ def _wait_for_reference(child: ChildProcess) -> None:
 
 
 class _GroupResult(NamedTuple):
-    """Result of the comparison of one pipeline with the reference. The pipeline may have several cuts."""
+    """Result of the comparison of one pipeline with the reference."""
 
     differences: Sequence[StageDifferences]
     """Differences of each rank."""

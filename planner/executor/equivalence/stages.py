@@ -67,9 +67,7 @@ class PipelineTrial:
 
 
 def run_rank(trial: PipelineTrial, rank: int, rendezvous: Path, _connection: Connection) -> StageDifferences:
-    """Train the stages of one rank, and return their differences from the reference.
-
-    The process must run nothing else.
+    """Train the stages of one rank, and return their differences from the unpartitioned model.
 
     Args:
         trial: Pipeline to train.

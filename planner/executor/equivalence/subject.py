@@ -84,7 +84,7 @@ class CheckedModel:
             request: Model, cuts and time limit of the check.
             whole: Chain of the full model.
             size: Number of samples in a micro-batch.
-            lean: If true, parameters of a shortened model get random values instead of the user's initial values.
+            lean: If true and layers are left out, parameters get random values instead of the user's initial values.
 
         Raises:
             ChildError: The shapes at the boundaries cannot be found.
@@ -116,7 +116,7 @@ class CheckedModel:
 
     @property
     def can_retry_with_user_values(self) -> bool:
-        """True if parameters have random values, although the user's initial values would fit in memory."""
+        """True if the check used random values, but the user's initial values fit in memory."""
         return self.options.lean and _bytes_of(self.whole) <= _LEAN_BYTES
 
     def _shortened(self, *, lean: bool) -> "CheckedModel":
@@ -148,7 +148,7 @@ class CheckedModel:
 
     @property
     def compared_cuts(self) -> dict[int, int]:
-        """Cuts of the user's model to compare, each with the equivalent cut of the model that the check trains."""
+        """For each cut of the user's model to compare, the equivalent cut of `chain`."""
         if self.chain is self.whole:
             return {cut: cut for cut in self.cut_classes.representatives}
         places = {end: cut for cut, end in enumerate(self.chain.ends, start=1)}

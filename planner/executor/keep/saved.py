@@ -87,6 +87,6 @@ def move_aside(checkpoints: Sequence[Path]) -> Path:
 
 
 def remove_incomplete_checkpoints(folder: Path) -> None:
-    """Remove incomplete checkpoints, and parts of removed ones, that an interrupted job left in a folder."""
+    """Remove the checkpoints that an interrupted job has written or removed only in part."""
     for leftover in folder.glob(".step-*"):
         shutil.rmtree(leftover, ignore_errors=True)

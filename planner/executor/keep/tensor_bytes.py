@@ -1,4 +1,4 @@
-"""Names of dtypes and bytes of tensors in the safetensors format."""
+"""Conversion of tensors to bytes, and names of their dtypes in the safetensors format."""
 
 import json
 from functools import cache

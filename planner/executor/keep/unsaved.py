@@ -38,7 +38,7 @@ _STORED = ("state", "param_groups", "defaults", "step")
 
 
 def further_objects(stages: Sequence[StageModule], optimizer: Optimizer) -> dict[str, Any]:
-    """Return objects to store in a checkpoint, by name: optimizer state of no single parameter, and extra state."""
+    """Return further objects to store in a checkpoint, by name."""
     objects: dict[str, Any] = {}
     if not type(optimizer).__module__.startswith("torch.optim"):
         objects["optimizer"] = _OptimizerState(optimizer)

@@ -67,9 +67,9 @@ def load_weights(
         source: To start a new run, the path of its weights: a file of `torch.save` or safetensors, or a checkpoint. To
             resume a run, its opened checkpoint, whose tensors may contain NaN.
         tensors: Tensors of the stage, by name in the model.
-        names: Map from every name in the model to the tensor's first name, from `first_names`.
-        whole: The whole model, whose tensors need no values. Its `load_state_dict` pre-hooks are applied to the state
-            dict of a new run. If None, no hooks are applied.
+        names: Result of `first_names` for the whole model.
+        whole: The whole model; its tensors may be on the meta device. Its `load_state_dict` pre-hooks are applied to
+            the state dict of a new run. If None, no hooks are applied.
 
     Returns:
         Descriptions of the casts between floating-point dtypes, such as "float64 to float32", each once.

@@ -165,7 +165,7 @@ def make_empty_step(
     timer: ActionTimer | None = None,
     leaves_cache: bool = False,
 ) -> Callable[[], None]:
-    """Return a function that runs one step of a CPU pipeline whose layers compute nothing.
+    """Return a function that runs one step of a CPU pipeline without arithmetic.
 
     Args:
         index: Index of the stage that this process runs.
@@ -173,7 +173,7 @@ def make_empty_step(
         size: Number of float32 values that each forward and each backward of a micro-batch sends.
         group: Processes of the pipeline, in order; by default all processes.
         timer: Function that runs and times every forward and backward; by default, they are not timed.
-        leaves_cache: If true, layers write more memory than the cache holds.
+        leaves_cache: If true, each layer overwrites the CPU cache, as layers with arithmetic do.
     """
     is_last = index == num_stages - 1
     crossing = Boundary.of(torch.empty(1, size, device="meta", requires_grad=index > 0))

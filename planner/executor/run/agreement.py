@@ -1,7 +1,7 @@
 """Check that all ranks begin the same phase: a step, an evaluation, a checkpoint, or the end of their loops.
 
-    position 0 -> position 1 -> ... -> position K - 1    phase, step, sizes and checksums of the mini-batches,
-                                                         and what the script has done in the steps so far
+    position 0 -> position 1 -> ... -> position K - 1    phase, step, sizes and checksums of the mini-batches, and
+                                                         changes that the script has made to weights and gradients
     last stages of replicas 0 to R - 1, all-reduce       phase, step, number of samples or tokens in the loss
 
 K is the number of devices of a pipeline, R the number of replicas. Between ranks in different phases, a transfer would
@@ -41,12 +41,9 @@ _NUM_SIZES = 6
 
 
 class _BegunPhase(NamedTuple):
-    """Phase that a rank begins."""
-
     phase: Phase
     step: int
-    sizes: tuple[int, ...] = ()
-    """Number of samples in each mini-batch of the step."""
+    sizes: tuple[int, ...] = ()  # number of samples in each mini-batch; gradient accumulation has several
     checksums: BatchChecksums = NO_CHECKSUMS
 
     @classmethod
@@ -57,7 +54,6 @@ class _BegunPhase(NamedTuple):
 
     @property
     def without_batch(self) -> "_BegunPhase":
-        """Copy of this phase without sizes and checksums of mini-batches."""
         return self._replace(sizes=(), checksums=NO_CHECKSUMS)
 
     @property
@@ -81,14 +77,14 @@ class _BegunPhase(NamedTuple):
 
 
 class PhaseAgreement:
-    """Check that all ranks begin the same phase. Every rank of the job has one such object.
+    """Check that all ranks begin the same phase: a step, an evaluation, a checkpoint, or the end of the loop.
 
     Args:
         place: Place of this process in the job.
         groups: Process groups of this process.
         device: Device of the messages.
         activity: Activity of this rank, for error messages.
-        script: Changes that the script makes on this rank.
+        script: Record of what the training script has done on this rank, to compare with other ranks.
     """
 
     def __init__(
@@ -120,7 +116,7 @@ class PhaseAgreement:
         """Check that all ranks begin the same phase, and sum `count` over the replicas. All ranks must call this.
 
         Args:
-            phase: Phase that begins. A second `end` directly after an `end` is ignored.
+            phase: Phase that begins.
             step: Number of steps since training began.
             sizes: Number of samples in each mini-batch.
             checksums: Checksums of the inputs and targets that this rank has.

@@ -80,7 +80,7 @@ class EngineStage:
     last_backward: Callable[[Mapping[nn.Parameter, int] | None], AbstractContextManager[object]] = nullcontext
     """Function that returns a context manager for the last backward (B or W) of the stage in a step.
 
-    Its argument is how often this backward adds to the gradient of each parameter; None if unknown."""
+    The argument of the function is the number of additions to each gradient in this backward, or None if unknown."""
 
 
 class _StageAction(NamedTuple):

@@ -1,7 +1,4 @@
-"""Check losses, outputs and gradients of a step, and release the memory of summed gradients.
-
-Also refuse `clip_grad_norm_` if a script calls it with the gradients of a single rank.
-"""
+"""Check losses, outputs and gradients of a step."""
 
 import math
 import sys

@@ -63,7 +63,7 @@ def process_place(balance: Balance, rank: int, num_processes: int) -> ProcessPla
     """Return the place of a process in the job.
 
     Args:
-        balance: Balance configuration of the plan.
+        balance: Plan as written in `balance.yaml`.
         rank: Rank of the process.
         num_processes: Number of processes of the job.
 

@@ -10,8 +10,8 @@ before a forward that will be recomputed. The recomputation starts from the snap
     backward m          now = state; state := snapshot m; recompute; state := now
 
 It is not known in advance what a layer will write, and version counters do not show all writes (`buffer.data.mul_()`
-changes no counter). Every tensor of the state is therefore stored as a lazy clone, which shares the tensor's memory
-until the tensor or the clone is written. A changed tensor is replaced by its clone, not overwritten, because another
+changes no counter). Every tensor of the state is therefore stored as a copy-on-write clone, which shares the memory of
+the tensor until one of the two is written. A changed tensor is replaced by its clone, not overwritten, because another
 micro-batch's backward may still read it.
 
 Usually the state has not changed since the last snapshot, which is then used again.
@@ -43,9 +43,9 @@ class _Entry:
     location: StateLocation
     value: Any
     clone: Tensor | None = None
-    """Lazy clone of a plain tensor."""
+    """Copy-on-write clone of the value; None if torch cannot make one."""
     version: int = 0
-    """Version counter of a tensor that has no clone, to detect writes."""
+    """Version counter of a tensor without a clone, to detect writes."""
     is_changed: bool = False
     """True if the forward that began with this value changed it."""
 
@@ -88,13 +88,13 @@ class _StateTensors:
     names: list[Any]
     """Number of buffers of each module, and names of all buffers, to detect buffers that were added or renamed."""
     values: list[Any]
-    """Values of the entries, in the order of `LayerState._values`."""
+    """Buffers, frozen parameters and tensors in attributes."""
     plain: list[Tensor]
-    """Tensors that have a lazy clone, which shares their memory until a write."""
+    """Tensors with a copy-on-write clone."""
     addresses: list[int]
     """Memory addresses of the tensors in `plain`. A write changes the address, because the clone keeps the memory."""
     others: list[_Entry]
-    """Entries whose value has no lazy clone."""
+    """Entries without a copy-on-write clone."""
 
     @classmethod
     def of(cls, entries: list[_Entry], names: list[Any], values: list[Any]) -> "_StateTensors":
@@ -139,7 +139,7 @@ class LayerState:
         """Locations that a forward has changed; their values are not compared in later forwards."""
 
     def release_snapshot(self) -> None:
-        """Release the last snapshot. Later writes into the state then need not copy its tensors."""
+        """Release the last snapshot."""
         self._last = None
 
     def snapshot(self) -> _Snapshot:

@@ -60,7 +60,7 @@ class ReplicaGradients:
             parameter.register_post_accumulate_grad_hook(self._added)
 
     def drop_existing(self) -> None:
-        """Drop existing gradients unless this replica keeps them. Call this before the mini-batch's first forward."""
+        """Drop existing gradients on all replicas except one, before the first forward of a mini-batch."""
         if not self._keeps_earlier:
             for parameter in self._bucket_of:
                 parameter.grad = None
@@ -157,7 +157,7 @@ class _Bucket:
         self._flat, self._work = flat, dist.all_reduce(flat, group=self._group, async_op=True)
 
     def finish(self, present: set[nn.Parameter]) -> None:
-        """Wait for the sums, and store them as gradients of `present`, the parameters that have gradients."""
+        # `present` are the parameters that have a gradient on any replica.
         self.start()
         assert self._work is not None
         self._work.wait()
@@ -168,7 +168,7 @@ class _Bucket:
 
 
 def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Yield groups of consecutive parameters of one dtype, with at most `BUCKET_BYTES` or one parameter."""
+    # A bucket has at most `BUCKET_BYTES`, unless it has a single parameter.
     some: list[nn.Parameter] = []
     for parameter in parameters:
         size = sum(p.nbytes for p in some) + parameter.nbytes

@@ -89,8 +89,7 @@ def check_same_batch(own_digest: BatchDigest) -> None:
 
 
 def _digest_of(value: Any) -> str | None:
-    """Return a digest of the tensors in a nested value; None if a tensor is on the meta device or all are constant."""
-    # Scripts pass such values as placeholders, if a rank does not use the values.
+    # Scripts pass meta tensors, or tensors of equal elements, as placeholders if a rank does not use the values.
     tensors = tensors_in_value(value)
     if any(tensor.is_meta for tensor in tensors) or all(map(_is_constant, tensors)):
         return None

@@ -126,16 +126,12 @@ class ScriptChanges:
             self._at_optimizer_end = None
 
     def ignore_draws(self) -> None:
-        """Accept all random numbers that the script has drawn so far."""
+        """Let the next `check_draws` ignore the random numbers that the script has drawn so far."""
         self._at_mark = _Elements.of(self._compared)
         self._random = checksum_of_generators()
 
     def check_draws(self) -> None:
-        """Raise an error if the script has drawn random numbers and changed weights or gradients.
-
-        Raises:
-            UsageError: The script did both since the last call of a method of this object.
-        """
+        """Raise a `UsageError` if the script has drawn random numbers and changed weights or gradients."""
         random, self._random = self._random, checksum_of_generators()
         if random == self._random or self._at_mark.is_equal(_Elements.of(self._compared)):
             return

@@ -163,7 +163,7 @@ def chain_shapes(
         chain: Chain on the meta device.
         inputs: Model's input for one micro-batch, on any device.
         precision: Precision of the layers.
-        device: Device of the layers, for the rules of autocast.
+        device: Device that will run the layers; it determines the dtypes under autocast.
 
     Raises:
         ModelError: A layer does not fit its input, or cannot be trained in micro-batches.
@@ -238,7 +238,7 @@ class _Effects(NamedTuple):
 
 
 def _on_random_values(module: nn.Module, received: Boundary, precision: Precision, device: torch.device) -> _Effects:
-    """Run a copy of one layer on random values, and return its effects, with the output on the meta device."""
+    # Run a copy of the layer, so that the layer keeps its own values.
     held = (*module.parameters(), *module.buffers(), *attribute_tensors(module))
     with keeping_random_state():
         torch.manual_seed(0)  # the same values on every rank

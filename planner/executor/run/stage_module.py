@@ -275,8 +275,8 @@ class StageModule(nn.Module):
 
 
 def _with_graph(result: Any, anchor: Tensor) -> Any:
-    """Return outputs that `torch.utils.checkpoint` accepts: no parameters, and at least one tensor with a graph."""
-    # If layers are skipped at random, it can happen that no output has a graph. Adding zero gives an output a graph.
+    # `torch.utils.checkpoint` needs an output that requires a gradient. If layers are skipped at random, there may be
+    # none. Adding `anchor`, which is zero, makes one.
     outputs = [result] if isinstance(result, Tensor) else list(result)
     if not torch.is_grad_enabled():
         outputs = [output.detach() for output in outputs]

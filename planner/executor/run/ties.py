@@ -130,6 +130,6 @@ def _sum_of_bits(tensor: Tensor) -> Tensor:
 
 
 def _real(tensor: Tensor) -> Tensor:
-    """Return the tensor's values as real numbers in memory order."""
+    # Complex numbers become pairs of real numbers.
     values = tensor.detach()
     return in_memory_order(torch.view_as_real(values) if values.is_complex() else values)

@@ -22,7 +22,7 @@ from planner.model.layout import in_memory_order, match_layout
 
 
 class Message(NamedTuple):
-    """Key of a message: kind, stage and micro-batch of the action that receives or sends the message."""
+    """Key of a message: the action of this process that needs or sends it."""
 
     kind: Letter
     stage: int
@@ -35,7 +35,7 @@ class _PendingTransfer(NamedTuple):
 
 
 class Transfers:
-    """Sender and receiver of messages between this process and other processes of a group (None: all processes)."""
+    """Sender and receiver of messages between this process and other processes of `group`."""
 
     def __init__(self, device: torch.device, group: ProcessGroup | None) -> None:
         self._device, self._group = device, group

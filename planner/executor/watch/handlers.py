@@ -1,8 +1,7 @@
 """Signal handlers of a process that trains. Its child processes do not keep them.
 
-A forked process inherits Python's handlers and the file descriptor that wakes the watch. `multiprocessing.Pool` ends
-its workers with SIGTERM. Without a reset, the worker would write this signal to the descriptor, and the parent would
-read it.
+A forked process inherits Python's handlers and the wake-up file descriptor. `multiprocessing.Pool` ends its workers
+with SIGTERM. Without a reset, the worker would write this signal to the descriptor, and the parent would read it.
 """
 
 import os
