@@ -1,4 +1,4 @@
-"""Interface of every search: it takes a case, a step time to beat and a deadline, and returns an answer."""
+"""Interface of all searches for a plan."""
 
 from typing import NamedTuple, Protocol
 
@@ -19,15 +19,15 @@ class Answer(NamedTuple):
     step_us: float
     """Step time of the partition; infinite if there is none."""
     lower_bound_us: float
-    """Lower bound of the step time of all partitions of the case."""
+    """Lower bound of the step time of all partitions."""
     method: str
     """Name of the search method, for the plan's `SolverReport`."""
     actions: int = 0
-    """Number of simulated actions that the search has charged to its budget; 0 if it simulates nothing."""
+    """Number of actions that the search has simulated."""
 
 
 class PlanSearch(Protocol):
-    """Function that searches for the fastest plan of one case."""
+    """Function that searches for the fastest plan."""
 
     def __call__(self, case: Case, *, upper_us: float, deadline: Deadline) -> Answer:
         """Return the fastest partition found, if it beats `upper_us`, and a lower bound for all partitions.

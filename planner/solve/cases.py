@@ -67,10 +67,7 @@ def check_request(profile: Profile, request: Request) -> None:
 
 
 def cases_of(profile: Profile, request: Request, *, tables: WidthTables | None = None) -> list[Case]:
-    """Return the cases of a request.
-
-    There is one case for each possible combination of tensor-parallel width, schedule, stages per device, replicas and
-    number of micro-batches.
+    """Return all possible combinations of tensor-parallel width, schedule, chunks, replicas and micro-batches.
 
     Args:
         profile: The profile to plan for.

@@ -39,7 +39,7 @@ def infeasible_error(profile: Profile, request: Request, cases: Sequence[Case]) 
     Args:
         profile: The profile.
         request: The request.
-        cases: Cases of the request that were searched.
+        cases: Combinations of schedule, replicas and micro-batches that were searched.
     """
     if not cases:
         return _too_few_devices(profile, request)
@@ -256,7 +256,7 @@ def _with_states(layer: LayerProfile, copies: int) -> LayerProfile:
 def smallest_limit_bytes(case: Case) -> float:
     """Return the smallest memory limit in bytes for which a plan fits, if all devices have this limit.
 
-    The limit includes the reserve of the cluster. It is infinite if the case's rules allow no cuts.
+    The limit includes the reserve of the cluster. It is infinite if no cuts are allowed.
     """
     static = case.costs.state.always
     guess = max(1.0, float(static.sum()) / case.num_devices, float(static.max(initial=0.0)))

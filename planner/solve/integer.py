@@ -70,7 +70,7 @@ def search_integer_program(case: Case, *, upper_us: float = inf, deadline: Deadl
     """Return the fastest partition under GPipe, and a lower bound, from an integer program.
 
     Args:
-        case: Case of a request, under GPipe.
+        case: Layers and devices to plan for, under GPipe.
         upper_us: Step time that a partition must beat, in microseconds.
         deadline: Time at which the search stops.
 

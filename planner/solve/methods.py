@@ -43,7 +43,7 @@ def search_function_for(case: Case, request: Request, start: Answer | None) -> P
     """Return the search function for a case.
 
     Args:
-        case: The case.
+        case: Layers, devices and schedule to plan for.
         request: The request.
         start: Answer to improve, or None.
     """
@@ -127,7 +127,7 @@ class SearchedCases(NamedTuple):
     bounds_us: Mapping[ScheduleName, float]
     """Lower bound of the step time of all plans, by schedule."""
     complete: bool
-    """True if there was time to search every case."""
+    """True if there was time to search all combinations."""
     answers: Mapping[CaseKey, Answer]
     """Answer for each combination that was searched."""
 
@@ -273,7 +273,7 @@ def _has_enough_chunks(case: Case, answers: Mapping[CaseKey, Answer]) -> bool:
 def lower_bound_of_case_us(case: Case, upper_us: float) -> float:
     """Return a lower bound of the step time of all plans of a case.
 
-    The bound considers memory limits only if the bound without them is below `upper_us`, and never under GPipe.
+    Above `upper_us`, the bound need not be tight.
     """
     if case.bound_us >= upper_us or case.schedule.has_closed_form:
         return case.bound_us
@@ -335,10 +335,7 @@ def improve_fastest_answers(searched: SearchedCases, request: Request, deadline:
 
 
 def fastest_schedules_us(answers: Iterable[Answer], most: int) -> dict[ScheduleName, float]:
-    """Return the best step time found under each of the fastest schedules, at most `most` of them.
-
-    Only schedules whose lower bounds come from a linear program are considered.
-    """
+    """Return the best step times of the `most` fastest schedules for which `has_linear_program` is true."""
     found_us: dict[ScheduleName, float] = {}
     for answer in answers:
         if answer.partition is not None and has_linear_program(answer.case.schedule):

@@ -150,11 +150,11 @@ class Progress:
 
 
 def simulated_answer(search: Callable[[Progress], None], case: Case, *, upper_us: float, deadline: Deadline) -> Answer:
-    """Return the result of a search that records its plans and bounds in a `Progress`.
+    """Run a search within limits, and return its result.
 
     Args:
-        search: Function that searches the case of a `Progress` and updates the `Progress`.
-        case: The case.
+        search: Function that searches, and records the results in its argument.
+        case: Layers, devices and schedule to plan for.
         upper_us: Step time to beat, in microseconds.
         deadline: Limits on time and on simulated actions.
 

@@ -12,7 +12,6 @@ drops dominated ones. Three rules keep the number of partial plans small, and ne
 - The tables leave out stages that are so long that no plan with such a stage can beat the best plan found so far
   (`max_stage_layers`).
 
-A first complete plan comes from the same search with only the most promising partial plan of each first layer.
 
     later stages    partial plans, drawn as their stages                 K = 3, L = 8
       0                            [ 7 ]    [ 6 7 ]    [ 5 6 7 ]        one stage

@@ -71,7 +71,7 @@ def search_gpipe(case: Case, *, upper_us: float = np.inf, deadline: Deadline = N
     """Return the fastest partition under GPipe if it beats `upper_us`. The result is optimal unless time runs out.
 
     Args:
-        case: The case.
+        case: Layers, devices and schedule to plan for.
         upper_us: Step time to beat, in microseconds.
         deadline: Time limit.
 
@@ -114,7 +114,7 @@ def gpipe_searches(case: Case, width: int, deadline: Deadline) -> Iterator[Bottl
     """Yield searches for the fastest partition. Together, the searches cover every number of stages.
 
     Args:
-        case: The case.
+        case: Layers, devices and schedule to plan for.
         width: Number of layers of the longest stage.
         deadline: Time limit of the searches.
     """
@@ -135,7 +135,7 @@ def best_of_equally_fast(case: Case, step_us: float, *, deadline: Deadline = NEV
     The best partition has the lowest peak memory, then the fewest transferred bytes, then the most equal stage times.
 
     Args:
-        case: The case.
+        case: Layers, devices and schedule to plan for.
         step_us: The smallest step time under GPipe, in microseconds.
         deadline: Time limit.
     """

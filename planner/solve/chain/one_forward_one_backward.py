@@ -42,7 +42,7 @@ def search_one_forward_one_backward(case: Case, *, upper_us: float = inf, deadli
     """Return the fastest partition found under 1F1B.
 
     Args:
-        case: Case of a request.
+        case: Layers, devices and schedule to plan for.
         upper_us: Step time that a partition must beat, in microseconds.
         deadline: Time at which the search stops.
     """

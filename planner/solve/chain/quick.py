@@ -27,7 +27,7 @@ def quick_answers(cases: Sequence[Case], deadline: Deadline, *, upper_us: float)
     There is at most one plan for each combination of tensor-parallel width, replicas and number of micro-batches.
 
     Args:
-        cases: Cases of a request. The searches use 1F1B in place of the schedule of a case.
+        cases: Combinations to search. Their schedules are replaced by 1F1B.
         deadline: Time at which the searches stop.
         upper_us: Step time that a plan must beat, in microseconds.
     """
@@ -62,7 +62,7 @@ def width_replicas_and_micro_batches(case: Case) -> tuple[int, int, int]:
 
 
 def step_us_without_bubble(answer: Answer) -> float:
-    """Return the step time of an answer's plan without the bubble."""
+    """Return the step time of a plan minus its bubble."""
     assert answer.partition is not None
     evaluation = Evaluation(answer.case.costs, answer.partition, answer.case.cluster)
     return evaluation.step_us - evaluation.predicted.bubble * evaluation.pipeline_us

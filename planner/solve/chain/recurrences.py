@@ -35,7 +35,7 @@ backward and transfers overlap with later optimizer steps. The new d is q plus t
     d + F               micro-batch M-1 arrives at the added stage
     a + (M-2) x         the added stage has finished the other micro-batches, if M > 1; with the new a and x
 
-The link after the stage is added first, in the same way, with F = B = q = C. See also `flow_shop_us`.
+The link after the stage is added first, in the same way, with F = B = q = C.
 
 **1F1B** (a lower bound: the makespan is the longest of many paths, and only the most important paths are computed):
 

@@ -49,7 +49,7 @@ class _CutSide(NamedTuple):
 
 
 class _RecomputeOption(NamedTuple):
-    """Decision for one recompute choice of a stage."""
+    """Decision that a stage has one recompute choice."""
 
     stage: int
     option: int | None

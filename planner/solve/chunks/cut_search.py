@@ -38,7 +38,7 @@ class CutSearch(Descent[PartitionCandidate]):
         self._fitting = RecomputeFitter(evaluator)
 
     def search(self, starts: Sequence[IntArray], most_actions: int) -> None:
-        """Search from each of the cuts `starts`, of shape (stages + 1,). Simulate at most `most_actions` actions."""
+        """Search from several partitions. `starts` has their cuts, each an array of shape (stages + 1,)."""
         is_bounded = self.progress.budget.is_bounded
         self.descend(
             (self._evaluate(cuts[None], self._fitting.least_recomputation(1)) for cuts in starts),

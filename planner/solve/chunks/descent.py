@@ -104,7 +104,7 @@ class Descent(ABC, Generic[CandidateT]):
 
     @abstractmethod
     def other_recomputations(self, candidate: CandidateT) -> Iterator[CandidateT]:
-        """Yield good partitions with the candidate's cuts and other recomputation."""
+        """Yield good partitions with the same cuts, but other recomputation."""
 
     @abstractmethod
     def perturb(self, candidate: CandidateT) -> CandidateT:
@@ -151,7 +151,7 @@ class Descent(ABC, Generic[CandidateT]):
             best = candidate if not best.beats(candidate) else best
 
     def random_cuts(self, cuts: IntArray) -> IntArray:
-        """Return the cuts after a few random moves that are allowed."""
+        """Return the cuts after a few random moves."""
         for _ in range(self.random.randint(*_PERTURBATIONS)):
             other = cuts + self.moves[self.random.randrange(len(self.moves))]
             if len(self._legal(other[None])):

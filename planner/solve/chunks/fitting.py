@@ -2,9 +2,7 @@
 
 The memory of a device depends on the choices of its own chunks only. A combination of choices for the chunks of one
 device is minimal if it fits, but would not fit if one or more chunks recomputed less. A fastest plan uses a minimal
-combination on each device, because more recomputation never makes a step faster. The step time is the longest time from
-a device's first action to its last one. With more recomputation, the first action begins at the same time, because it
-waits for forwards only, and no action ends earlier.
+combination on each device, because more recomputation never makes a step faster.
 
     V = 2 chunks, never (0) or always (2)     (0, 0)   (0, 2)   (2, 0)   (2, 2)
     fits?                                       no       yes      no       yes

@@ -83,7 +83,7 @@ def search_chunked_partitions(case: Case, *, upper_us: float = inf, deadline: De
     """Return the best partition found with several stages per device.
 
     Args:
-        case: Case of a request.
+        case: Layers, devices and schedule to plan for.
         upper_us: Step time that a partition must beat, in microseconds.
         deadline: Time at which the search stops.
     """

@@ -52,7 +52,7 @@ def search_gpipe_by_layers(case: Case, *, upper_us: float = np.inf, deadline: De
     """Return the fastest partition under GPipe, with recomputation chosen layer by layer.
 
     Args:
-        case: Case of a request.
+        case: Layers, devices and schedule to plan for.
         upper_us: Step time that a partition must beat, in microseconds.
         deadline: Time at which the search stops.
     """

@@ -41,7 +41,7 @@ def search_layer_recomputation(
 
     Args:
         case: Case whose policy allows recomputation layer by layer.
-        by_stage: Answer that recomputes whole stages, from which the search starts, or None.
+        by_stage: Answer to start from, with recomputation of whole stages only; or None.
         upper_us: Step time to beat; at most the step time of `by_stage`.
         deadline: Limits on time and on simulated actions.
 

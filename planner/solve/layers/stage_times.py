@@ -29,7 +29,7 @@ class _DeviceKey(NamedTuple):
 class RecomputeTimes:
     """Time that each stage needs to recompute layers so that it fits, if each device runs one stage.
 
-    Times are lower bounds at first. `solve_stage` makes them exact, stage by stage. They are for the profiled device.
+    Times are for the profiled device. They are lower bounds until `solve_stage` makes them exact.
     """
 
     def __init__(self, costs: ChainCosts) -> None:
@@ -99,7 +99,7 @@ def least_recompute_us(
     Args:
         costs: Costs of the layers.
         firsts: First layers of the stages, ascending.
-        stop: Stages end before this layer.
+        stop: Largest end of a stage (one past its last layer).
         points: Points in the step at which the memory of the device may peak.
         limit_bytes: Memory limit of the device minus its reserve, in bytes.
 

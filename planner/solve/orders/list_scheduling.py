@@ -58,7 +58,7 @@ class DispatchRules:
     most_waiting: tuple[int, ...]
     """For each stage, the largest number of micro-batches between their F and their I."""
     patience: tuple[float, ...]
-    """For each device, the longest wait for another action before it runs a W, in durations of the W."""
+    """For each device, the longest wait for another action before it runs a W, as a multiple of the W's duration."""
     forward_first: bool
     """True to run F before I if both can run."""
     later_chunk_first: bool
@@ -73,7 +73,7 @@ def apply_rules(problem: OrderProblem, rules: DispatchRules, *, limit_us: float 
         rules: The dispatch rules.
         limit_us: Longest allowed step time; the simulation stops when the order must exceed it.
 
-    Complexity: O(S M (V + log S M)) for S stages, V per device, and M micro-batches.
+    Complexity: O(S M (V + log S M)) for S stages, V stages per device, and M micro-batches.
     """
     return _RuleScheduler(problem, rules, limit_us).run()
 

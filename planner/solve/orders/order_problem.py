@@ -138,7 +138,7 @@ class OrderProblem:
         )
 
     def busy_us(self, device: int) -> float:
-        """Return the time of a device's actions, all-reduces and optimizer steps in a step."""
+        """Return the time that a device is busy in a step, including all-reduces and the optimizer."""
         total_us, more = self.own_us[device], self.micro_batches - 1
         for stage in self.stages_by_device[device]:
             times = self.times[stage]

@@ -2,10 +2,8 @@
 
     cuts, recomputation  ->  action order for them  ->  cuts and recomputation improved under this order  ->  …
 
-The rounds end when a round brings no improvement. They start from even cuts, and from the best partition under every
-named schedule with the same placement. The action orders of these schedules are starts of the search for an order.
-Plans under the named schedules may be the result as well. The result is therefore never slower than the best plan that
-this search finds under a named schedule.
+The rounds end when a round brings no improvement. They start from even cuts, and from the best partition and the action
+orders of every named schedule with the same placement. If no order is faster, the result is a plan of a named schedule.
 """
 
 from collections.abc import Sequence
@@ -54,7 +52,7 @@ def search_orders(
     """Return the best partition found, with its action orders.
 
     Args:
-        case: The case.
+        case: Layers, devices and schedule to plan for.
         upper_us: Step time to beat, in microseconds.
         deadline: Limits on time and on simulated actions.
         start: Partition to improve; None to search from several partitions.

@@ -39,7 +39,7 @@ def find_faster_schedule_plan(
         profile: The profile to plan for.
         plan: The plan under the requested schedule.
         micro_batches: Number of micro-batches, if the request fixed it; else None.
-        time_limit_s: Time limit of the search in seconds. Its number of simulated actions is limited as well.
+        time_limit_s: Time limit of the search in seconds.
 
     Returns:
         The plan; None if the search finds none, or if there is no search: the cuts are given, the schedule was not

@@ -1,4 +1,4 @@
-"""Search space of one case: tables of all possible stages, and evaluation of partitions in batches.
+"""Search space: tables of all possible stages, and evaluation of partitions in batches.
 
 Read `case.py` first. It turns the memory tables of `tables.py` into a `ChainProblem` (`problem.py`): all stages by
 their first and last layer. `partitions.py` simulates whole partitions and computes the memory of their devices.

@@ -1,4 +1,4 @@
-"""Combination of a schedule and numbers of micro-batches, chunks and replicas, with the costs of its stages."""
+"""Combination of a schedule and numbers of micro-batches, chunks and replicas (`Case`)."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -72,7 +72,7 @@ class Case:
     _memory: dict[tuple[int, int], MemoryTable] = field(default_factory=dict, repr=False, compare=False)
 
     def partition(self, cuts: Sequence[int] | IntArray, choices: Sequence[int] | IntArray, **more: Any) -> Partition:
-        """Return a partition of this case for the cost model.
+        """Return cuts and recompute choices as a `Partition`.
 
         Args:
             cuts: First layer of each stage, then the number of layers.
