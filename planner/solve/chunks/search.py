@@ -43,7 +43,7 @@ _MANY_MICRO_BATCHES, _LARGE_SHARE = 4, 2 / 3
 """Number of micro-batches per device from which searches also start from cuts with even work; and share of a limited
 budget that one descent may then use."""
 
-_STEPS_ALONE, _LEAST_ALONE, _MOST_ALONE = 200, 200_000, 400_000
+_STEPS_ALONE, _LEAST_ALONE, _MOST_ALONE = 200, 300_000, 400_000
 """Number of steps that one descent may simulate, and the limits of its number of actions: at most half a second."""
 
 _ROWS, _LONG_STEP, _ROWS_OF_LONG_STEP = 256, 1000, 512
