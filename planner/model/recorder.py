@@ -375,7 +375,7 @@ class _ForwardRecorder:
         self.recording.flow.nodes[version]["uses"].append(time)
 
     def _name_in(self, names: list[str], call: int) -> str:
-        while call >= 0:
+        while 0 <= call < len(self.recording.calls):  # the model's own pre-hooks run before its call begins
             path = self.recording.calls[call].path
             inside = [name for name in names if name.startswith(f"{path}.")] if path else []
             if inside:

@@ -84,3 +84,17 @@ def test_inputs_that_become_lists_or_arrays_are_sent(read: Callable[[Tensor], An
         return torch.randn(batch, 4, 8), torch.tensor([[1, 3]] * batch)
 
     assert compare_all_ways(SplitByLengths(read), inputs).crossing == [2, 2, 2]
+
+
+class Normalizing(nn.Sequential):
+    """Model with a hook that reads a buffer before the model's own call begins."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(8, 8))
+        self.register_buffer("mean", torch.ones(8))
+        self.register_forward_pre_hook(lambda module, args: (args[0] - module.mean,))
+
+
+def test_hooks_of_the_model_may_read_its_tensors() -> None:
+    recording = record(Normalizing(), (torch.ones(2, 8),), ghosts=True)
+    assert recording.operators[0].model_tensors == ("mean",)

@@ -248,4 +248,44 @@ def build_model():
 def loss_fn(out, y):
     return F.mse_loss(out[0], y) + F.mse_loss(out[1], -y)
 """,
+    "teacher_updated_in_a_pre_hook_of_the_model": """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.student, self.pred = nn.Sequential(Block(), Block()), Block()
+        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+        self.register_forward_pre_hook(self.update)
+    @staticmethod
+    def update(self, args):
+        if self.training:
+            with torch.no_grad():
+                for t, s in zip(self.teacher.parameters(), self.student.parameters()):
+                    t.lerp_(s, 0.05)
+    def forward(self, x):
+        with torch.no_grad():
+            t = self.teacher(x)
+        return self.pred(self.student(x)), t
+
+def build_model():
+    return Net()
+
+def loss_fn(out, y):
+    return F.smooth_l1_loss(*out) + F.mse_loss(out[0], y)
+""",
+    "inputs_normalized_in_a_pre_hook_of_the_model": """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.full((D,), 0.1))
+        self.scale = nn.Parameter(torch.ones(D))
+        self.blocks, self.head = nn.ModuleList([Block() for _ in range(3)]), nn.Linear(D, D)
+        self.register_forward_pre_hook(lambda m, args: ((args[0] - m.mean) * m.scale,))
+    def forward(self, x):
+        for b in self.blocks:
+            x = b(x)
+        return self.head(x)
+
+def build_model():
+    return Net()
+""",
 }
