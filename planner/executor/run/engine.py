@@ -44,7 +44,7 @@ from planner.core.schedule import (
     sending_stage,
 )
 from planner.core.values.precision import Precision
-from planner.executor.run.gradients import check_output
+from planner.executor.run.gradients import check_gradient_has_values, check_output
 from planner.executor.run.losses import sum_losses
 from planner.executor.run.replicas import is_replica_hook
 from planner.executor.run.stage_module import StageModule
@@ -376,4 +376,7 @@ def _tensors_with_gradient(shapes: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 def _take_gradient(tensor: Tensor) -> Tensor:
     gradient, tensor.grad = tensor.grad, None
-    return torch.zeros_like(tensor) if gradient is None else gradient
+    if gradient is None:
+        return torch.zeros_like(tensor)
+    check_gradient_has_values(gradient)
+    return gradient

@@ -22,12 +22,29 @@ def check_gradients_have_values(parameters: Mapping[str, Tensor]) -> None:
         ModelError: A gradient has no values; the error names the parameter.
     """
     for name, parameter in parameters.items():
-        gradient = parameter.grad
-        if isinstance(gradient, Ghost | FakeTensor) or (gradient is not None and gradient.is_meta):
+        if parameter.grad is not None and _has_no_values(parameter.grad):
             raise ModelError(
                 f'a hook on "{name}" reads a tensor that this stage does not have, such as another stage\'s parameter',
                 hint="let hooks read only the gradient and tensors of the same module",
             )
+
+
+def check_gradient_has_values(gradient: Tensor) -> None:
+    """Check that the gradient of a received tensor was not computed from a tensor of another stage.
+
+    Raises:
+        ModelError: The gradient has no values, so it cannot be sent to the previous stage.
+    """
+    if _has_no_values(gradient):
+        origin = getattr(gradient, "origin", "a tensor")
+        raise ModelError(
+            f'a backward reads "{origin}", which this stage does not have, because its forward does not read it',
+            hint="let an autograd function, or the code that registers a hook, be in a module that has the tensor",
+        )
+
+
+def _has_no_values(tensor: Tensor) -> bool:
+    return isinstance(tensor, Ghost | FakeTensor) or tensor.is_meta
 
 
 def check_losses(losses: Sequence[Tensor], mean: float, activity: RankActivity) -> None:
