@@ -129,7 +129,7 @@ def train_reference(
             if shake is not None and step == options.steps - 1:
                 shake(model)
             try:
-                loss = _loss(model, loaded, options, step, scale=scale, begin=begin_micro_batch)
+                loss, changed = _loss(model, loaded, options, step, scale=scale, begin=begin_micro_batch)
             except Exception as error:
                 _raise_unless_late(error, step, options)
                 break
@@ -137,7 +137,7 @@ def train_reference(
             _refuse_other_buffers(model, saved)
             scale = _unscale(trained, scale)
             losses.append(loss)
-            write(f"gradients-{step}", partial(state_after_backward, loaded, model, loss))
+            write(f"gradients-{step}", partial(state_after_backward, loaded, model, loss, changed))
             if optimizer is None:
                 break
             optimizer.step()
@@ -179,15 +179,15 @@ def _loss(
     *,
     scale: float,
     begin: Callable[[int, int], None],
-) -> float:
+) -> tuple[float, str]:
     with whole_mini_batch_statistics(model):
         batches = _micro_batches(mini_batch(loaded, options, step), options)
-        loss = _accumulate(model, loaded, batches, scale=scale, begin_micro_batch=partial(begin, step))
+        loss, changed = _accumulate(model, loaded, batches, scale=scale, begin_micro_batch=partial(begin, step))
     if scale == 1.0 and not math.isfinite(loss):
         with_samples = f"with micro-batches of {pluralize(options.micro_batch_size, 'sample')}"
         hint = "check `loss_fn` and the learning rate; deviations over the batch need two samples or more"
         raise _NotFiniteError(f"the loss is {loss} in step {step} of a plain loop, {with_samples}", hint=hint)
-    return loss
+    return loss, changed
 
 
 def mini_batch(loaded: LoadedModel, options: ReferenceOptions, step: int) -> Batch:
@@ -218,8 +218,8 @@ def _accumulate(
     *,
     scale: float,
     begin_micro_batch: Callable[[int], None],
-) -> float:
-    total = 0.0
+) -> tuple[float, str]:
+    total, changed = 0.0, ""
     for number, (batch, weight) in enumerate(zip(batches, _weights(loaded, batches), strict=True)):
         if not weight:
             continue
@@ -230,11 +230,19 @@ def _accumulate(
             loss = loaded.loss_fn(model(*args, **kwargs), batch.targets)
         total += float(loss.detach()) * weight
         if _has_gradient(model, loss):
-            before, drawn = _values(model, loaded), _generators()
+            before, drawn, versions = _values(model, loaded), _generators(), _versions(model)
             (loss * weight * scale).sum().backward()
             _refuse_changes(before, _values(model, loaded))
             _refuse_draws(drawn)
-    return total
+            after = _versions(model)
+            changed = changed or next((name for name in after if after[name] != versions.get(name, after[name])), "")
+    return total, changed
+
+
+def _versions(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """Return identity and version counter of each buffer and frozen parameter."""
+    frozen = [(name, parameter) for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    return {name: (id(tensor), tensor._version) for name, tensor in (*frozen, *model.named_buffers())}
 
 
 def _refuse_new_parameters(model: nn.Module, names: Collection[str]) -> None:

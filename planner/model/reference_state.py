@@ -30,6 +30,8 @@ class ReferenceState:
     """For each parameter, the numeric options of its group in the optimizer."""
     largest_gradient: float = 0.0
     """Largest absolute value in all gradients."""
+    changed_by_backward: str = ""
+    """Name of a buffer or frozen parameter that a backward of this step changed; empty if there is none."""
 
     def use_as_parameters(self, named: Mapping[str, Tensor]) -> None:
         """Replace the data of parameters with this state's tensors, which must be loaded from a file.
@@ -96,13 +98,16 @@ def initial_state(loaded: LoadedModel, model: nn.Module) -> ReferenceState:
     return ReferenceState(loss=0.0, tensors={**tensors, **_buffers(model)}, numbers=_numbers(loaded, model), groups={})
 
 
-def state_after_backward(loaded: LoadedModel, model: nn.Module, loss: float) -> ReferenceState:
+def state_after_backward(
+    loaded: LoadedModel, model: nn.Module, loss: float, changed_by_backward: str
+) -> ReferenceState:
     """Return gradients, buffers and Python numbers after a backward.
 
     Args:
         loaded: Functions of the model file.
         model: Instance that is trained.
         loss: Loss of the step.
+        changed_by_backward: Name of a buffer or frozen parameter that a backward changed.
     """
     gradients = {f"gradient:{name}": p.grad for name, p in model.named_parameters(remove_duplicate=False)}
     return ReferenceState(
@@ -113,6 +118,7 @@ def state_after_backward(loaded: LoadedModel, model: nn.Module, loss: float) -> 
         largest_gradient=max(
             (largest_magnitude(gradient) for gradient in gradients.values() if gradient is not None), default=0.0
         ),
+        changed_by_backward=changed_by_backward,
     )
 
 

@@ -114,12 +114,21 @@ class EquivalenceRound:
             recomputed = recomputed or verdict.differs_recomputed
             wrong |= verdict.wrong
             relative |= verdict.relative
+        recomputed = recomputed or self._writes_of_backwards()
         alike = {place: self._represented_cuts(standing_for, place) for place in compared}
         named = {self.subject.whole.ends[cut - 1]: why for place, why in sorted(wrong.items()) for cut in alike[place]}
         proof = self._proof({cut for cuts in alike.values() for cut in cuts}, relative, recomputed)
         num_cuts = len(self.subject.whole.ends)
         random = self._difference_of_references() if len(named) == num_cuts else ""
         return RoundResult(proof=proof, num_cuts=num_cuts, wrong=named, random=random)
+
+    def _writes_of_backwards(self) -> str:
+        # The compared pipelines recompute no micro-batch after a backward, so they would not show the difference.
+        options = self.subject.options
+        paths = [self.folder / f"gradients-{step}" for step in range(options.steps + options.late_steps)]
+        states = (ReferenceState.load(path) for path in paths if path.exists())
+        name = next((state.changed_by_backward for state in states if state.changed_by_backward), "")
+        return name and f'a backward changes "{name}"'
 
     def _difference_of_references(self) -> str:
         """Train the reference again, and describe how the second training differs from the first."""

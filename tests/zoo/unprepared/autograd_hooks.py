@@ -275,4 +275,66 @@ class Net(nn.Module):
             x = b(x)
         return self.out(x)
 """,
+    "losses_balanced_by_norms_of_gradients": """
+class Scale(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, norms, i):
+        ctx.norms, ctx.i = norms, i
+        return x.view_as(x)
+    @staticmethod
+    def backward(ctx, g):
+        n = g.norm()
+        ctx.norms[ctx.i] = 0.9 * ctx.norms[ctx.i] + 0.1 * n
+        return g / (ctx.norms[ctx.i] + 1e-6) * 0.1, None, None
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.h1, self.h2 = Block(), Block(), nn.Linear(D, D), nn.Linear(D, D)
+        self.register_buffer("norms", torch.ones(2))
+    def forward(self, x):
+        x = self.b(self.a(x))
+        return self.h1(Scale.apply(x, self.norms, 0)), self.h2(Scale.apply(x, self.norms, 1))
+
+def build_model():
+    return Net()
+
+def loss_fn(out, y):
+    return F.mse_loss(out[0], y) + F.l1_loss(out[1], y.flip(1))
+""",
+    "losses_balanced_by_norms_in_modules": """
+class Scale(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, norms, i):
+        ctx.norms, ctx.i = norms, i
+        return x.view_as(x)
+    @staticmethod
+    def backward(ctx, g):
+        n = g.norm()
+        ctx.norms[ctx.i] = 0.9 * ctx.norms[ctx.i] + 0.1 * n
+        return g / (ctx.norms[ctx.i] + 1e-6) * 0.1, None, None
+
+class S(nn.Module):
+    def __init__(self, i):
+        super().__init__()
+        self.i = i
+        self.register_buffer("norms", torch.ones(2))
+    def forward(self, x):
+        return Scale.apply(x, self.norms, self.i)
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.h1, self.h2 = Block(), Block(), nn.Linear(D, D), nn.Linear(D, D)
+        self.s1, self.s2 = S(0), S(1)
+    def forward(self, x):
+        x = self.b(self.a(x))
+        return self.h1(self.s1(x)), self.h2(self.s2(x))
+
+def build_model():
+    return Net()
+
+def loss_fn(out, y):
+    return F.mse_loss(out[0], y) + F.l1_loss(out[1], y.flip(1))
+""",
 }
