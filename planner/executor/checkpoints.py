@@ -244,7 +244,7 @@ class Checkpoints:
         )
 
     def _warn_of_unsaved_state(self) -> None:
-        """Warn once about state that changes in training, because checkpoints do not contain it."""
+        """Warn once about state that has changed, but is not in the checkpoints."""
         if self._is_warned:
             return
         self._is_warned = True

@@ -93,7 +93,7 @@ class MiniBatches:
         return example_mini_batch(self._model, self._job.balance.batch, seed=self._job.seed, step=step)
 
     def own_part(self, inputs: Any, targets: Any) -> Batch:
-        """Return this process's part of a mini-batch that every process has."""
+        """Return the samples of this process's replica. Every process passes the same mini-batch."""
         place = self._job.place
         batch = Batch(inputs, targets)
         self._note(batch, is_whole=True)

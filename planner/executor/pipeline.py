@@ -181,7 +181,7 @@ class Pipeline:
     def code_digests(self) -> dict[str, str]:
         """Digests of the model's code: one of the loss, by the key `loss`, and one of the layers, by `layers`.
 
-        A resumed run compares them, to detect changes.
+        A resumed run compares the digests, to detect changes.
         """
         return self._assembly.code_digests
 

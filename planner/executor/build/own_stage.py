@@ -55,8 +55,8 @@ def build_with_values(
         seed: Seed of the initial values.
 
     Raises:
-        BuildError: The model's construction reads values or differs between two calls, or the number of random numbers
-            that it draws depends on values.
+        BuildError: The model's construction reads values of tensors, or differs between two calls, or the number of its
+            random draws depends on values.
     """
     notes = _StorageRecorder()
     seed_process(seed)  # a construction may draw layers, such as random connections

@@ -6,8 +6,8 @@
          └─ ranks 0, 1, …     train the same steps as the stages of a pipeline, and compare (`stages`)
 
 Each pipeline has several cuts. If a rank differs from the reference, the check tries each cut of its pipeline alone. It
-removes wrong cuts, and all cuts between equal layers, and starts again. If a pipeline differs only with recomputation,
-the check reports the difference and keeps the cuts.
+removes wrong cuts and their equivalent cuts, and starts again. If a pipeline differs only with recomputation, the check
+reports the difference and keeps the cuts.
 """
 
 import shutil
@@ -91,9 +91,9 @@ def check_equivalence(
     Args:
         loaded: Loaded model file.
         budget_s: Approximate time limit in seconds. Cuts for which no time remains are not compared.
-        digests: Function that returns a digest of each layer's operators. Cuts between equal layers are compared once.
-        cuts: Cuts to compare. Cut i is between layers i - 1 and i. By default, one cut of each class of equivalent cuts
-            is compared.
+        digests: Function that returns a digest of each layer's operators. Layers with equal digests count as equal.
+        cuts: Cuts to compare. Cut i is between layers i - 1 and i. By default, one of several equivalent cuts is
+            compared.
         progress: Function that is called with a text about the current activity.
 
     Returns:

@@ -241,7 +241,7 @@ class _RankTraining:
 
 
 def _least_divisor(name: str, right: ReferenceState) -> float:
-    """Return 1 % of a layer's largest running standard deviation if the buffer is its running mean, else 0."""
+    # A running mean may be near 0: its error is compared with 1 % of the largest running standard deviation.
     variance = right.tensors.get(f"buffer:{name.removesuffix('running_mean')}running_var")
     return (
         0.0 if not name.endswith("running_mean") or variance is None else 0.01 * math.sqrt(largest_magnitude(variance))

@@ -44,7 +44,7 @@ class CheckpointIndex:
     files: tuple[FileEntry, ...]
     """Size and digest of each rank's file."""
     tensors: dict[str, int | str]
-    """Rank whose file has the tensor, by name in the state dict. Further names of a tied tensor have its first name."""
+    """Rank whose file has the tensor, by name. Further names of a tied tensor map to its first name."""
     digest: str = ""
     """Digest of all other fields, to detect a damaged index."""
 

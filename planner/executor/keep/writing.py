@@ -22,7 +22,7 @@ _SYNCED_BYTES = 2**28
 
 
 class RankState(NamedTuple):
-    """State of a rank as JSON value, and tensors by name, which the rank stores in a checkpoint."""
+    """Data that a rank stores in a checkpoint: state as a JSON value, and tensors by name."""
 
     state: dict[str, Any]
     tensors: dict[str, Tensor]

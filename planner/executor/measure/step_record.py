@@ -42,7 +42,7 @@ OnStep = Callable[[StepRecord], None]
 class StepCallback:
     """Callback of the script that is called after every step, on one rank.
 
-    It draws random numbers from its own states, so that the random states of all ranks stay equal.
+    Its random draws use separate generators, so that the generators of all ranks stay equal.
     """
 
     def __init__(self, on_step: OnStep, seed: int) -> None:

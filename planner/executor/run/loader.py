@@ -26,7 +26,7 @@ _SAMPLERS = ("", "sampler", "batch_sampler", "batch_sampler.sampler")
 
 
 def seeded_batches(batches: Iterable[Any], seed: int) -> Iterator[Any]:
-    """Yield from `batches`, whose random draws use separate generators, seeded with `seed`.
+    """Yield the items of `batches`, drawn with separate random generators that start at `seed`.
 
     The iteration of `batches` must not have begun.
     """

@@ -276,7 +276,7 @@ class LayerState:
 
 
 class _Clones:
-    """Lazy clones of tensors, which share memory with the tensors until one of them is written."""
+    """Copy-on-write clones of tensors."""
 
     def __init__(self) -> None:
         self._bases: dict[int, Tensor] = {}
