@@ -82,6 +82,18 @@ class Block(nn.Module):
 
     def forward(self, x):
         return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class OneLinear(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(D, D)
+
+
+class OneBlock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.block = Block()
 """
 
 

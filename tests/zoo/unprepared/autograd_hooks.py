@@ -202,11 +202,7 @@ class TopK(torch.autograd.Function):
     def backward(ctx, g, *_):
         return g * ctx.saved_tensors[0] + 0.1 * g, None
 
-class Sparse(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lin = nn.Linear(D, D)
-
+class Sparse(OneLinear):
     def forward(self, v):
         x, seen = v
         y, index, mask = TopK.apply(self.lin(x), 4)
@@ -240,11 +236,7 @@ class Softsign(torch.autograd.Function):
     def backward(ctx, g):
         return g / (1 + ctx.saved_tensors[0].abs()) ** 2
 
-class Soft(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lin = nn.Linear(D, D)
-
+class Soft(OneLinear):
     def forward(self, x):
         return x + torch.vmap(Softsign.apply)(self.lin(x))
 

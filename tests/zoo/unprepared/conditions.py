@@ -22,11 +22,7 @@ class Writes(nn.Module):
             SCALE["value"] = SCALE["value"] * 0.8
         return self.block(x)
 
-class Reads(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.block = Block()
-
+class Reads(OneBlock):
     def forward(self, x):
         return self.block(x) * SCALE["value"]
 
@@ -36,11 +32,7 @@ def build_model():
     "global_flag_once_values_are_large": """
 SEEN = {"large": False}
 
-class Guard(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.block = Block()
-
+class Guard(OneBlock):
     def forward(self, x):
         if x.abs().max() > 3:
             SEEN["large"] = True

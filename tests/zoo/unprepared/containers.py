@@ -8,11 +8,7 @@ def build_model():
 """
 
 _LATE = """
-class Late(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lin = nn.Linear(D, D)
-
+class Late(OneLinear):
     def forward(self, x):
         {}
         return x + torch.tanh(self.lin(x)) * torch.where(n <= 40, 1.0, 0.2)
@@ -41,7 +37,7 @@ MODELS = {
     + _LATE.format('STATE["n"].add_(1); n = STATE["n"]')
     + _FOUR,
     "tensor_count_in_a_class": _LATE.format("Late.n = Late.n + 1; n = Late.n").replace(
-        "nn.Module):", "nn.Module):\n    n = torch.zeros(())\n"
+        "OneLinear):", "OneLinear):\n    n = torch.zeros(())\n"
     )
     + _FOUR,
     "tensor_count_in_a_default": _LATE.format("k.append(k.pop() + 1); n = k[0]").replace(
@@ -146,11 +142,7 @@ def build_model():
 from collections import deque
 PAST = deque(maxlen=3)
 
-class Queue(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.block = Block()
-
+class Queue(OneBlock):
     def forward(self, x):
         y = self.block(x)
         if PAST:
@@ -218,11 +210,7 @@ def build_model():
     "started_flag_in_a_global": """
 STARTED = {"yes": False}
 
-class Begins(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.block = Block()
-
+class Begins(OneBlock):
     def forward(self, x):
         scale = 1.0 if STARTED["yes"] else 0.0
         STARTED["yes"] = True
@@ -256,11 +244,7 @@ def build_model():
     "clock_time": """
 import time
 
-class Timed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.block = Block()
-
+class Timed(OneBlock):
     def forward(self, x):
         return self.block(x) * (1 + 0.01 * (time.perf_counter() % 1))
 
@@ -268,11 +252,7 @@ def build_model():
     return nn.Sequential(Timed(), Block(), Timed(), nn.Linear(D, D))
 """,
     "unseeded_noise": """
-class Noise(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.block = Block()
-
+class Noise(OneBlock):
     def forward(self, x):
         noise = np.random.default_rng(None).normal(size=tuple(x.shape))
         return self.block(x + 0.1 * torch.from_numpy(noise).to(x))
@@ -290,11 +270,7 @@ class Rounded(torch.autograd.Function):
     def backward(ctx, g):
         return g + 0.1 * torch.randn_like(g) * g.abs().mean()
 
-class Noisy(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.block = Block()
-
+class Noisy(OneBlock):
     def forward(self, x):
         return self.block(Rounded.apply(x))
 

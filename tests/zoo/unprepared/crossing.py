@@ -3,11 +3,7 @@
 __all__ = ["MODELS"]
 
 _CAST = """
-class Through(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.block = Block()
-
+class Through(OneBlock):
     def forward(self, x, code):
         return self.block(x) + 0.1 * code.to(x.dtype).reshape(len(x), -1)[:, :D], code
 
@@ -32,11 +28,7 @@ MODELS = {
     "transposed": _CAST.replace("{}", "x.detach().t().contiguous().t()"),
     "expanded": _CAST.replace("{}", "x.detach()[:, :1].expand(-1, D)"),
     "a_view_of_what_is_changed": """
-class Adds(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lin = nn.Linear(D, D)
-
+class Adds(OneLinear):
     def forward(self, x, head):
         y = x * 1
         v = y[:, :4]
@@ -55,11 +47,7 @@ class Net(nn.Module):
         return self.out(torch.cat([x, head], 1))
 """,
     "skip_changed_in_place_later": """
-class Doubles(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lin = nn.Linear(D, D)
-
+class Doubles(OneLinear):
     def forward(self, x):
         y = torch.tanh(self.lin(x))
         x.mul_(0.5)
@@ -77,11 +65,7 @@ class Net(nn.Module):
         return h
 """,
     "twice_the_same_tensor": """
-class Twice(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.block = Block()
-
+class Twice(OneBlock):
     def forward(self, pair):
         y = self.block(pair[0] + 0.5 * pair[1])
         return y, y
@@ -123,11 +107,7 @@ def loss_fn(out, y):
     return F.mse_loss(out["y"], y) + 0.01 * out["total"]
 """,
     "empty_tensors": """
-class Step(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.block = Block()
-
+class Step(OneBlock):
     def forward(self, x, past):
         return self.block(x) + past.sum(1), torch.cat([past, x[:, None] * 0.1], 1)
 

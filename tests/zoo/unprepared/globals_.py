@@ -6,11 +6,7 @@ MODELS = {
     "count_in_blocks": """
 CALLS = 0
 
-class Counted(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lin = nn.Linear(D, D)
-
+class Counted(OneLinear):
     def forward(self, x):
         global CALLS
         CALLS += 1
@@ -22,11 +18,7 @@ def build_model():
     "count_in_one_layer": """
 STEP = 0
 
-class First(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lin = nn.Linear(D, D)
-
+class First(OneLinear):
     def forward(self, x):
         global STEP
         STEP += 1
@@ -61,11 +53,7 @@ def build_model():
     "auxiliary_losses_in_a_list": """
 AUX = []
 
-class Noisy(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lin = nn.Linear(D, D)
-
+class Noisy(OneLinear):
     def forward(self, x):
         y = self.lin(x)
         AUX.append(y.pow(2).mean())
@@ -119,12 +107,8 @@ class Net(nn.Module):
         return self.d(self.c(self.b(self.a(x))))
 """,
     "class_attribute_count": """
-class Anneal(nn.Module):
+class Anneal(OneLinear):
     seen = 0
-
-    def __init__(self):
-        super().__init__()
-        self.lin = nn.Linear(D, D)
 
     def forward(self, x):
         Anneal.seen += len(x)
@@ -178,11 +162,7 @@ def build_model():
     return nn.Sequential(*[Shared() for _ in range(5)])
 """,
     "mutable_default": """
-class Window(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lin = nn.Linear(D, D)
-
+class Window(OneLinear):
     def forward(self, x, past=[]):
         y = self.lin(x)
         past.append(float(y.detach().mean()))

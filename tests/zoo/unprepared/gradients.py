@@ -17,11 +17,7 @@ class Scaled(torch.autograd.Function):
         Scaled.largest = max(0.9 * Scaled.largest, float(g.abs().max()))
         return g / (1 + Scaled.largest)
 
-class Scales(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.block = Block()
-
+class Scales(OneBlock):
     def forward(self, x):
         return Scaled.apply(self.block(x))
 
@@ -43,11 +39,7 @@ class Halves(torch.autograd.Function):
     def backward(ctx, g):
         return g.mul_(0.5)
 
-class Halved(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lin = nn.Linear(D, D)
-
+class Halved(OneLinear):
     def forward(self, x):
         return torch.tanh(self.lin(Halves.apply(x)))
 
@@ -99,11 +91,7 @@ def build_model():
     return m
 """,
     "asks_if_its_input_needs_a_gradient": """
-class Asks(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.block = Block()
-
+class Asks(OneBlock):
     def forward(self, x):
         return self.block(x * 0.5 if x.requires_grad else x)
 
@@ -111,11 +99,7 @@ def build_model():
     return nn.Sequential(nn.Linear(D, D), Asks(), Block(), Asks(), nn.Linear(D, D))
 """,
     "asks_if_its_input_is_a_leaf": """
-class Asks(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.block = Block()
-
+class Asks(OneBlock):
     def forward(self, x):
         return self.block(x * 0.5 if x.is_leaf else x)
 
@@ -192,11 +176,7 @@ def sharp():
     finally:
         Flags.sharp = False
 
-class Flagged(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lin = nn.Linear(D, D)
-
+class Flagged(OneLinear):
     def forward(self, x):
         return x + torch.tanh(self.lin(x) * (3.0 if Flags.sharp else 1.0))
 
@@ -342,11 +322,7 @@ class Emb(nn.Module):
     def forward(self, ids):
         return F.embedding(ids, self.weight).mean(1), self.weight
 
-class Mid(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.block = Block()
-
+class Mid(OneBlock):
     def forward(self, pair):
         return self.block(pair[0]), pair[1]
 
@@ -364,11 +340,7 @@ def loss_fn(out, y):
     return F.cross_entropy(out, y, label_smoothing=0.1)
 """,
     "blocks_change_a_dict_and_return_nothing": """
-class Changes(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.block = Block()
-
+class Changes(OneBlock):
     def forward(self, state):
         state["x"] = self.block(state["x"])
         state["sum"] = state["sum"] + state["x"]

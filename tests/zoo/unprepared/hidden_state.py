@@ -180,12 +180,8 @@ def example_batch(n):
     return x, x.flip(1)
 """,
     "table_in_a_class_attribute": """
-class Rotary(nn.Module):
+class Rotary(OneBlock):
     table = None
-
-    def __init__(self):
-        super().__init__()
-        self.block = Block()
 
     def forward(self, x):
         if Rotary.table is None or len(Rotary.table) < x.shape[1]:
@@ -259,11 +255,7 @@ class First(Block):
     pass
 
 @register
-class Second(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lin = nn.Linear(D, D)
-
+class Second(OneLinear):
     def forward(self, x):
         return torch.tanh(self.lin(x))
 

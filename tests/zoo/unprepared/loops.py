@@ -168,11 +168,7 @@ class Loop(Callbacks):
     "anneals_a_variable_that_blocks_read": """
 T = 1.0
 
-class Soft(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lin = nn.Linear(D, D)
-
+class Soft(OneLinear):
     def forward(self, x):
         return x + torch.softmax(self.lin(x) / T, -1)
 

@@ -35,11 +35,7 @@ def loss_fn(out, x):
     return F.mse_loss(out, TEACHER(x)) + F.cross_entropy(out, F.softmax(TEACHER(x), 1))
 """,
     "orthogonality_in_the_block": """
-class Orth(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lin = nn.Linear(D, D)
-
+class Orth(OneLinear):
     def forward(self, pair):
         x, penalty = pair
         w = self.lin.weight
@@ -286,21 +282,13 @@ class Net(nn.Module):
         return self.last(x)
 """,
     "python_numbers_cross": """
-class Measures(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.block = Block()
-
+class Measures(OneBlock):
     def forward(self, pair):
         x = pair[0] if isinstance(pair, tuple) else pair
         x = self.block(x)
         return x, float(x.detach().abs().mean()), "norm"
 
-class Uses(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.block = Block()
-
+class Uses(OneBlock):
     def forward(self, triple):
         x, scale, how = triple
         return self.block(x / (0.1 + scale) if how == "norm" else x)
@@ -309,19 +297,11 @@ def build_model():
     return nn.Sequential(Measures(), Measures(), Uses(), nn.Linear(D, D))
 """,
     "rare_flag_crosses": """
-class Flags(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.block = Block()
-
+class Flags(OneBlock):
     def forward(self, x):
         return self.block(x), bool(x.detach().abs().max() > 3.2)
 
-class Uses(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.block = Block()
-
+class Uses(OneBlock):
     def forward(self, pair):
         return self.block(pair[0].clamp(-1, 1) if pair[1] else pair[0])
 

@@ -450,11 +450,7 @@ class Net(nn.Module):
         return checkpoint_sequential(self.body, 2, self.inp(x), use_reentrant=False)
 """,
     "func_grad_in_a_block": """
-class Step(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lin = nn.Linear(D, D)
-
+class Step(OneLinear):
     def forward(self, x):
         energy = lambda v: torch.tanh(F.linear(v, self.lin.weight, self.lin.bias)).pow(2).sum()
         return x - 0.1 * torch.func.vmap(torch.func.grad(energy))(x)

@@ -134,11 +134,7 @@ class Net(nn.Module):
     "named_tuples_sequential": """
 Pair = namedtuple("Pair", "x y")
 
-class Split(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lin = nn.Linear(D, D)
-
+class Split(OneLinear):
     def forward(self, x):
         return Pair(self.lin(x), torch.tanh(x))
 
@@ -348,11 +344,7 @@ class Into(nn.Module):
     def forward(self, x):
         return torch.fft.rfft(x)
 
-class Back(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lin = nn.Linear(D, D)
-
+class Back(OneLinear):
     def forward(self, z):
         return self.lin(torch.fft.irfft(z, n=D))
 

@@ -8,11 +8,7 @@ class Routed(Block):
         x, extra = v
         return super().forward(x), extra
 
-class End(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lin = nn.Linear(D, D)
-
+class End(OneLinear):
     def forward(self, v):
         x, extra = v
         return self.lin(x) READ
@@ -71,11 +67,7 @@ class Scaled(torch.Tensor):
             out.gain = getattr(first, "gain", 1.0)
         return out
 
-class Start(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lin = nn.Linear(D, D)
-
+class Start(OneLinear):
     def forward(self, x):
         y = self.lin(x).as_subclass(Scaled)
         y.gain = 1.7
@@ -109,11 +101,7 @@ class Imaginary(nn.Module):
     def forward(self, z):
         return z.imag, z.real
 
-class End(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lin = nn.Linear(D, D)
-
+class End(OneLinear):
     def forward(self, v):
         return self.lin(v[0]) + v[1]
 
@@ -134,22 +122,14 @@ def build_model():
     return nn.Sequential(*[Spectral() for _ in range(4)], nn.Linear(D, D))
 """,
     "nested_tensor_crosses": """
-class Start(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lin = nn.Linear(D, D)
-
+class Start(OneLinear):
     def forward(self, x):
         parts = [self.lin(row[: 1 + k % 3]) for k, row in enumerate(x)]
         return torch.nested.nested_tensor_from_jagged(
             torch.cat(parts), torch.tensor([0, *np.cumsum([len(p) for p in parts]).tolist()])
         )
 
-class Apply(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lin = nn.Linear(D, D)
-
+class Apply(OneLinear):
     def forward(self, x):
         return torch.tanh(self.lin(x))
 
@@ -165,11 +145,7 @@ def example_batch(n):
     return x, torch.tanh(x[:, 0])
 """,
     "sparse_activation_crosses": """
-class Sparsify(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lin = nn.Linear(D, D)
-
+class Sparsify(OneLinear):
     def forward(self, x):
         return F.relu(self.lin(x)).to_sparse(), x
 
@@ -189,11 +165,7 @@ class Quantize(nn.Module):
     def forward(self, x):
         return torch.quantize_per_tensor(x.detach(), 0.05, 0, torch.qint8), x
 
-class Use(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lin = nn.Linear(D, D)
-
+class Use(OneLinear):
     def forward(self, v):
         q, x = v
         return self.lin(x + (q.dequantize() - x).detach())

@@ -52,11 +52,7 @@ def build_model():
     return Critic()
 """,
     "weight_noise_taken_back": """
-class Noisy(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lin = nn.Linear(D, D)
-
+class Noisy(OneLinear):
     def forward(self, x):
         w = self.lin.weight + 0.02 * torch.randn_like(self.lin.weight)
         return x + torch.tanh(F.linear(x, w, self.lin.bias))
@@ -114,11 +110,7 @@ def build_model():
     return Schedule()
 """,
     "reads_its_own_gradient": """
-class Reads(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lin = nn.Linear(D, D)
-
+class Reads(OneLinear):
     def forward(self, x):
         g = self.lin.weight.grad
         scale = 1.0 if g is None else 1 / (1 + float(g.norm()))

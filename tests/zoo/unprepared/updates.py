@@ -175,11 +175,7 @@ class Net(nn.Module):
         return self.out(h)
 """,
     "sees_if_gradients_are_on": """
-class Sees(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.block = Block()
-
+class Sees(OneBlock):
     def forward(self, x):
         return self.block(x) if torch.is_grad_enabled() else x
 

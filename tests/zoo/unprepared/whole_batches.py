@@ -45,11 +45,7 @@ def build_model():
     "center_of_batches_in_a_global": """
 CENTER = {"mean": 0.0}
 
-class Centered(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.block = Block()
-
+class Centered(OneBlock):
     def forward(self, x):
         if len(x) > 1:
             CENTER["mean"] = 0.9 * CENTER["mean"] + 0.1 * x.detach().mean(0)
@@ -61,11 +57,7 @@ def build_model():
     "contrastive_with_a_global_scale": """
 SCALE = {"of": torch.ones(())}
 
-class Scaled(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.block = Block()
-
+class Scaled(OneBlock):
     def forward(self, x):
         SCALE["of"] = 0.5 * SCALE["of"] + 0.5 * x.detach().abs().mean()
         return self.block(x) * SCALE["of"] + 0.5
@@ -75,12 +67,8 @@ def build_model():
 """
     + _CONTRASTIVE,
     "contrastive_with_a_class_attribute": """
-class Gate(nn.Module):
+class Gate(OneBlock):
     last = None
-
-    def __init__(self):
-        super().__init__()
-        self.block = Block()
 
     def forward(self, x):
         y = self.block(x)
