@@ -139,8 +139,6 @@ class _Arcs:
 
 
 class _IntegerProgram:
-    """Integer program in PuLP; the module's docstring explains its variables."""
-
     def __init__(self, pulp: Any, arcs: _Arcs, unit_us: float) -> None:
         self._pulp, self._arcs, self._unit_us = pulp, arcs, unit_us
         self._y = [pulp.LpVariable(f"y{n}", cat=pulp.LpBinary) for n in range(len(arcs.first))]

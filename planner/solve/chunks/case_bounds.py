@@ -3,7 +3,6 @@
 A case (`planner.solve.space.case`) is a choice of schedule and numbers of chunks, micro-batches and replicas. Only the
 smallest bound of any case counts. So linear programs are solved only for cases that have the smallest bound.
 
-The search of `auto` has no time for the linear programs of all cases. They are solved after the search.
 
 Complexity: about one CPU second, see `_MOST_WORK`.
 """

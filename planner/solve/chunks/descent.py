@@ -48,7 +48,7 @@ _PERTURBATIONS = 2, 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionCandidate:
-    """Partition in a local search, with its step time."""
+    """Partition in a local search."""
 
     cuts: IntArray
     """Cuts from 0 to L, shape (stages + 1,)."""

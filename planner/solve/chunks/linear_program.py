@@ -4,8 +4,7 @@
     S, L    number of stages (K V), number of layers
     c_s     number of layers before stage s, s <= c_s <= L - S + s
     y_s,j   1 if layer s + j is before stage s (c_s > s + j), else 0; the program allows any value from 0 to 1
-    x_s,l   share of layer l in stage s: y_{s+1,l-s-1} - y_{s,l-s}, that is, 1 if layer l is before stage s + 1, minus 1
-            if it is before stage s
+    x_s,l   share of layer l in stage s: y_{s+1,l-s-1} - y_{s,l-s}
     r_w,s,l share of layer l in stage s that is recomputed with option w: for all micro-batches, or all but the last;
             sum_w r <= x
 

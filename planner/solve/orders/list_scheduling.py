@@ -15,8 +15,7 @@ Example with K = 2 devices, M = 2 micro-batches and F = I = W = 1; the cell 1F0 
                                            dev. 0  0F0 0F1     0I0 0W0 0I1 0W1
                                            dev. 1      1F0 1I0 1F1 1I1 1W0 1W1
 
-Memory is approximate: a micro-batch occupies one number of bytes between F and I, and another one between I and W, and
-the running action occupies more. The caller checks the resulting order with the exact memory model.
+Memory is approximate. The caller checks the resulting order with the exact memory model.
 
 Source: the heuristic of Qi et al. 2023 (arXiv:2401.10241), section 3.1, extended to any placement, times and limits.
 """

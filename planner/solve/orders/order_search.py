@@ -132,10 +132,8 @@ class OrderSearch:
         return self.best
 
     def _threshold_accepting(self, rows: _Rows, rules: DispatchRules, rules_us: float, most_actions: int) -> None:
-        """Change the order or the rules step by step, and at first also accept slightly slower orders.
-
-        Source: threshold accepting, Dueck and Scheuer 1990 (doi:10.1016/0021-9991(90)90201-B).
-        """
+        # Change the order or the rules step by step, and at first also accept slightly slower orders.
+        # Source: threshold accepting, Dueck and Scheuer 1990 (doi:10.1016/0021-9991(90)90201-B).
         rng = random.Random(0)  # noqa: S311 - a fixed seed: the same plan every time
         whole, merges = most_actions - self.spent, not is_split_backward_free(self._problem)
         while self.spent < most_actions and not self._is_proven():
@@ -207,8 +205,6 @@ class OrderSearch:
 
 
 class _Tuning(NamedTuple):
-    """Parameters from which `DispatchRules` are computed."""
-
     # `DispatchRules.most_waiting` of a stage is ceil(waiting * n) + extra, but at least 1. `shape` selects n:
     #     0  `_in_flight_per_round_trip`
     #     1  number of later stages plus one

@@ -152,7 +152,7 @@ def least_windows_us(
 
 
 def least_round_trip_us(case: Case) -> float:
-    """Return the time of one micro-batch to the last stage and back, which is a lower bound of all step times."""
+    """Return the time of one micro-batch to the last stage and back: a lower bound of all step times."""
     gradient_us = np.minimum(case.costs.backward_us, case.costs.split_backward.input_us)
     return float((case.costs.forward_us + gradient_us).sum()) / case.highest_speed
 
