@@ -244,7 +244,12 @@ class _ForwardRecorder:
         reads = tuple(self._versions[storage] for storage in storages)
         random = torch.Tag.nondeterministic_seeded in func.tags
         tainted = random or any(version in self._tainted for version in reads)
-        written = list(dict.fromkeys(self._storage(tensor) for tensor in written_tensors(func, args, kwargs)))
+        targets = list(written_tensors(func, args, kwargs))
+        written = list(dict.fromkeys(map(self._storage, targets)))
+        # A stage cannot mark integers as absent, so it needs what repeated code writes into an integer tensor.
+        fills_integers = any(
+            not tensor.is_floating_point() and self._version_of(tensor) not in self._tainted for tensor in targets
+        )
         call = self._stack[-1] if self._stack else 0
         operator = RecordedOperator(
             name=name,
@@ -262,7 +267,8 @@ class _ForwardRecorder:
         number = len(recording.operators)
         recording.operators.append(operator)
         recording.reads.append(reads)
-        if operator.decides and reads:  # an operator without tensor arguments needs nothing that a stage could lack
+        # An operator without tensor arguments needs nothing that a stage could lack.
+        if (operator.decides or fills_integers) and reads:
             recording.decisions.append(number)
         for version in reads:
             self._use(version, time)

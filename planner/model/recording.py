@@ -151,7 +151,8 @@ class Recording:
     inputs: tuple[Leaf, ...] = ()
     input_nest: Nest = field(default_factory=Nest)
     decisions: list[int] = field(default_factory=list)
-    """Numbers of the operators with `RecordedOperator.decides`."""
+    """Numbers of the operators whose operands a stage needs if it repeats them, even if it reads no result: those with
+    `RecordedOperator.decides`, and those that write into an integer tensor that any stage can make."""
     reads: list[tuple[int, ...]] = field(default_factory=list)
     """For each operator, the versions that it reads."""
     regions: list[Region] = field(default_factory=list)

@@ -98,3 +98,29 @@ class Normalizing(nn.Sequential):
 def test_hooks_of_the_model_may_read_its_tensors() -> None:
     recording = record(Normalizing(), (torch.ones(2, 8),), ghosts=True)
     assert recording.operators[0].model_tensors == ("mean",)
+
+
+class ShiftsInputs(nn.Module):
+    """Shifts token ids between two towers, as a T5 that classifies tokens does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(9, 8)
+        self.encoder, self.decoder = (nn.ModuleList(nn.Linear(8, 8) for _ in range(2)) for _ in range(2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        encoded = self.embed(ids)
+        for block in self.encoder:
+            encoded = torch.tanh(block(encoded))
+        shifted = ids.new_zeros(ids.shape)
+        shifted[:, 1:] = ids[:, :-1]
+        decoded = self.embed(shifted) + encoded
+        for block in self.decoder:
+            decoded = torch.tanh(block(decoded))
+        return decoded
+
+
+def test_inputs_that_are_written_into_integers_are_sent() -> None:
+    """No stage can mark an integer as absent, so all stages get the token ids."""
+    compared = compare_all_ways(ShiftsInputs(), lambda size: torch.randint(9, (size, 5)))
+    assert compared.crossing == [2] * 5
