@@ -8,6 +8,8 @@ import pytest
 from tests.support.ranks import end_ranks, run_ranks
 from tests.support.training import Case, write_balance
 
+pytestmark = pytest.mark.slow
+
 MODEL = """
 import torch
 from torch import nn

@@ -77,6 +77,7 @@ for inputs, targets in pipeline.batches(steps):
 """
 
 
+@pytest.mark.slow
 def test_checkpoints_create_no_process_group(tmp_path: Path) -> None:
     case = Case(model=ROOT / "tests/zoo/models/mischief.py", balance=(2, 3))
     write_balance(case, tmp_path / "balance.yaml")

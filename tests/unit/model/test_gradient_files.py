@@ -91,6 +91,7 @@ def memory_growth(folder: str) -> int:
     return _status_bytes("VmHWM") - before
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_gradients_in_files_take_a_fraction_of_the_memory(tmp_path: Path) -> None:
     """With files, about one gradient at a time is in memory, also while it is added to an earlier one.
