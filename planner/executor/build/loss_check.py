@@ -257,7 +257,9 @@ def _assume_counting_rule(loaded: LoadedModel, model: nn.Module, batch: Batch) -
         return CheckedLoss(loaded, (), ())
     name = getattr(getattr(model, "loss_function", None), "__name__", "")
     is_encoder_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-    return _with_counting_rule(loaded, "shifted" if name == "ForCausalLMLoss" and not is_encoder_decoder else "all")
+    # Classes of transformers with an unknown name have this loss function, too, also with one label per sample.
+    is_shifted = name == "ForCausalLMLoss" and not is_encoder_decoder and batch.inputs["labels"].ndim > 1
+    return _with_counting_rule(loaded, "shifted" if is_shifted else "all")
 
 
 def _with_counting_rule(loaded: LoadedModel, rule: CountedLabels) -> CheckedLoss:

@@ -251,6 +251,50 @@ def loss_fn(output, target):
     assert (proof.cuts, proof.gradients) == (2, 6)
 
 
+CLASSIFIER = """
+import torch
+from torch import nn
+
+
+def ForCausalLMLoss():
+    pass
+
+
+class Classifier(nn.Module):
+    loss_function = staticmethod(ForCausalLMLoss)
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x, labels):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return {"loss": nn.functional.cross_entropy(x, labels)}
+
+
+def build_model():
+    return Classifier()
+
+
+def example_batch(size):
+    return {"x": torch.randn(size, 8), "labels": torch.randint(8, (size,))}, None
+
+
+def loss_fn(output, target):
+    return output["loss"]
+"""
+
+
+def test_one_label_per_sample_is_never_shifted(tmp_path: Path) -> None:
+    """A micro-batch of one sample would have no labels."""
+    path = tmp_path / "model.py"
+    path.write_text(CLASSIFIER)
+    loaded = check_loss(load_model(str(path))).loaded
+    assert loaded.counted_labels == "all"
+    assert label_count(loaded.example_batch(1).inputs, loaded.counted_labels) == 1
+
+
 def test_labels_on_the_meta_device_are_refused() -> None:
     labels = torch.tensor([[1, -100, 3], [-100, 2, 3]])
     assert label_count({"labels": labels}, "all") == 4
