@@ -64,11 +64,6 @@ class PartitionCandidate:
         """Values to compare: bytes over the memory limits, then step time; smaller is better."""
         return self.excess_bytes, self.step_us
 
-    @property
-    def key(self) -> tuple[object, ...]:
-        """Key that distinguishes partitions of a search."""
-        return self.cuts.tobytes(), self.choices.tobytes(), *self.rank
-
     def beats(self, other: "PartitionCandidate") -> bool:
         """Return True if this partition is better than `other`."""
         return self.rank < (other.excess_bytes, other.step_us * (1 - SAME))
@@ -92,8 +87,6 @@ class Descent(ABC, Generic[CandidateT]):
         self.random = random.Random(seed)  # noqa: S311
         self.moves = cut_moves(evaluator.stages_by_device)[: None if evaluator.case.rules.balance is None else 0]
         self._ends = 0
-        self._optima: set[tuple[object, ...]] = set()
-        """Keys of partitions that no move improves. Many restarts lead to one of them again."""
 
     @abstractmethod
     def pick_best(self, candidate: CandidateT, cuts: IntArray) -> CandidateT:
@@ -159,10 +152,8 @@ class Descent(ABC, Generic[CandidateT]):
         return cuts
 
     def _downhill(self, candidate: CandidateT) -> CandidateT:
-        while not self.is_over and candidate.key not in self._optima:
+        while not self.is_over:
             better = next((n for n in self._neighbors(candidate) if n.beats(candidate)), None)
-            if better is None and not self.is_over:
-                self._optima.add(candidate.key)
             if better is None:
                 break
             candidate = better

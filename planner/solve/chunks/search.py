@@ -27,6 +27,7 @@ from planner.core.values.cluster import Cluster
 from planner.solve.answer import Answer
 from planner.solve.chunks.branch_and_bound import BranchAndBound, CutBound
 from planner.solve.chunks.cut_search import CutSearch
+from planner.solve.chunks.descent import ROWS
 from planner.solve.chunks.even_loads import cuts_with_even_loads
 from planner.solve.chunks.fitting import RecomputeFitter
 from planner.solve.chunks.linear_program import LinearProgram, approximate_num_constraints
@@ -43,15 +44,18 @@ _MANY_MICRO_BATCHES, _LARGE_SHARE = 4, 2 / 3
 """Number of micro-batches per device from which searches also start from cuts with even work; and share of a limited
 budget that one descent may then use."""
 
-_STEPS_ALONE, _LEAST_ALONE, _MOST_ALONE = 200, 300_000, 400_000
-"""Number of steps that one descent may simulate, and the limits of its number of actions: at most half a second."""
+_MOST_OF_SEARCH_ALONE = 400_000
+"""Largest number of actions of one descent: about half a second."""
 
-_ROWS, _LONG_STEP, _ROWS_OF_LONG_STEP = 256, 1000, 512
-"""Number of moves in a batch; number of actions of a step from which batches are larger, and their number of moves. The
-simulation of 512 moves takes little longer than the simulation of 128."""
+_LONG_STEP, _ROWS = 1000, 512
+"""Number of actions of a step from which batches are larger, and the number of moves of these batches. The simulation
+of 512 moves takes little longer than the simulation of 128."""
 
 _MOST_OF_BOUND_ALONE = 400_000
 """Longest time to solve a linear program with an unlimited budget, in simulated actions."""
+
+_MOST_FROM_BEST = 200_000
+"""Largest number of actions of a descent from the best plan of a case."""
 
 _MOST_OF_BOUND, _ROWS_SQUARED = 10_000, 50
 """Longest time to solve a linear program with a limited budget, in simulated actions; and the squared number of rows
@@ -135,11 +139,11 @@ def improve_answer(answer: Answer, *, deadline: Deadline, descents: int = 0) -> 
     progress = Progress(case=answer.case, budget=SimulationBudget(None), deadline=deadline, upper_us=answer.step_us)
     with suppress(OutOfTimeError):
         evaluator = Evaluator(answer.case, start.num_devices)
-        rows, most = _rows(evaluator), _most_alone(evaluator)
-        CutSearch(progress, evaluator, rows=rows).search_from(*cuts_and_choices(start), most // 2)
+        CutSearch(progress, evaluator).search_from(*cuts_and_choices(start), _MOST_FROM_BEST)
         starts = start_cuts(progress, evaluator) if descents else []
         for seed in range(1, descents + 1):
-            CutSearch(progress, evaluator, rows=rows, seed=seed).search(starts, most)
+            search = CutSearch(progress, evaluator, rows=_rows(evaluator), seed=seed)
+            search.search(starts, _MOST_OF_SEARCH_ALONE)
     return answer if progress.best is None else answer._replace(partition=progress.best, step_us=progress.upper_us)
 
 
@@ -218,10 +222,10 @@ def actions_per_descent(progress: Progress, evaluator: Evaluator) -> int:
     """Return the number of actions that one local search may simulate."""
     uses_all = evaluator.num_devices == evaluator.case.num_devices
     if not progress.budget.is_bounded:
-        return _most_alone(evaluator) if uses_all else _most_alone(evaluator) // _SHARE
+        return _MOST_OF_SEARCH_ALONE if uses_all else _MOST_OF_SEARCH_ALONE // _SHARE
     if uses_all:
         share = _LARGE_SHARE if _is_bound_by_work(evaluator) else 1 / 2
-        return min(_most_alone(evaluator), int(progress.budget.left * share))
+        return min(_MOST_OF_SEARCH_ALONE, int(progress.budget.left * share))
     # Plans that leave devices unused are rarely fast.
     return min(_MOST_OF_SEARCH, progress.budget.left // _SHARE)
 
@@ -259,12 +263,8 @@ def _improve(
     return _DeviceBound(evaluator, least_us, linear)
 
 
-def _most_alone(evaluator: Evaluator) -> int:
-    return min(_MOST_ALONE, max(_LEAST_ALONE, _STEPS_ALONE * evaluator.num_actions))
-
-
 def _rows(evaluator: Evaluator) -> int:
-    return _ROWS_OF_LONG_STEP if evaluator.num_actions >= _LONG_STEP else _ROWS
+    return _ROWS if evaluator.num_actions >= _LONG_STEP else ROWS
 
 
 def approximate_work(evaluator: Evaluator) -> int:

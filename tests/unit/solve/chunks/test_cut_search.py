@@ -100,18 +100,3 @@ def test_limited_searches_restart_as_often_as_others(monkeypatch: pytest.MonkeyP
         search_of(evaluator_of(), most_actions).search([CUTS], 10**6)
         counts.append(len(restarts))
     assert counts[0] == counts[1] >= 12
-
-
-def test_moves_of_a_partition_that_none_improves_are_tried_once() -> None:
-    """Restarts often lead to the same partition."""
-
-    class Forgetful(set[tuple[object, ...]]):
-        def add(self, _: tuple[object, ...]) -> None: ...
-
-    spent = []
-    for known in (set(), Forgetful()):
-        search = search_of(evaluator_of())
-        search._optima = known
-        search.search([CUTS], 10**7)
-        spent.append(search.progress.budget.spent)
-    assert spent[0] < 0.9 * spent[1]

@@ -75,7 +75,7 @@ def test_rules_hold() -> None:
 def test_plan_is_faster_than_from_other_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A short search does not reach such a plan from the other starts."""
     request = Request(inputs=zbv(16), micro_batches=64)
-    monkeypatch.setattr(search, "_most_alone", lambda _: 100_000)
+    monkeypatch.setattr(search, "_MOST_OF_SEARCH_ALONE", 100_000)
     step_us = solve(alternating(), request).predicted.step_us
     monkeypatch.setattr(search, "cuts_with_even_loads", lambda _, cuts: cuts)
     assert step_us < 0.96 * solve(alternating(), request).predicted.step_us
