@@ -59,21 +59,6 @@ def test_auto_searches_orders_for_the_best_named_schedule(monkeypatch: pytest.Mo
     assert plan.predicted.step_us < solve(profile, request).predicted.step_us
 
 
-def test_orders_of_a_much_slower_plan_are_not_improved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An improvement has never made up for such a difference."""
-    improved: list[float] = []
-    monkeypatch.setattr(search, "_improved_orders", lambda _, start, *__: improved.append(start.step_us))
-    monkeypatch.setattr(search, "MOST_ACTIONS_OF_SEARCH", 20_000)
-    request = Request(inputs=replace(inputs_of(3, 6), schedule="search", chunks=2), micro_batches=6)
-    cases = cases_of(random_profile(1, 20), request)
-    found = search._search_orders_twice(cases, request, NEVER, upper_us=float("inf"))
-    assert found.best is not None
-    assert improved == [found.best.step_us]
-    most_us = 0.99 * found.best.step_us
-    assert search._search_orders_twice(cases, request, NEVER, upper_us=float("inf"), most_us=most_us) == found
-    assert len(improved) == 1
-
-
 def test_orders_near_the_memory_limit_are_checked_by_the_exact_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """The approximate memory forbids the order of the best named schedule, so a search that relies on it is slower."""
     work, output = [100.0 * 0.95**n for n in range(10)], [60_000 // 2**n for n in range(10)]
