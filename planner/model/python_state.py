@@ -14,6 +14,7 @@ of libraries, such as a configuration or a schedule of learning rates, it reads 
 tensor of at most 1 MiB becomes the sum of its absolute values, with the name `PATH.tensor`.
 """
 
+import ctypes
 import functools
 import itertools
 import operator
@@ -31,6 +32,7 @@ from contextvars import ContextVar
 from decimal import Decimal
 from fractions import Fraction
 from functools import partial
+from multiprocessing.sharedctypes import SynchronizedBase
 from types import CodeType, FunctionType, GeneratorType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, cast
 
@@ -178,6 +180,9 @@ _STATES: Mapping[Any, Callable[[Any], bytes]] = {
     np.random.RandomState: lambda generator: repr(generator.get_state(legacy=False)).encode(),
     random.Random: lambda generator: repr(generator.getstate()).encode(),
     itertools.count: lambda counter: repr(counter).encode(),
+    (ctypes._SimpleCData, ctypes.Array): bytes,
+    # All processes of the equivalence check count in the same memory, so the number differs from the plain loop's.
+    SynchronizedBase: lambda shared: bytes(shared.get_obj()),
 }
 
 

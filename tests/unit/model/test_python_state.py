@@ -1,8 +1,10 @@
 """Python values that a model's code keeps between forwards are read by their paths."""
 
+import ctypes
 import functools
 import importlib
 import itertools
+import multiprocessing
 import random
 import subprocess
 import sys
@@ -200,6 +202,8 @@ def counted() -> Tensor:
         (bytearray(1), lambda data: data.append(1)),
         (array("i", [0]), lambda data: data.append(1)),
         ([Decimal(0)], lambda held: held.append(held.pop() + 1)),
+        (ctypes.c_int(0), lambda held: setattr(held, "value", 1)),
+        (multiprocessing.Value("i", 0), lambda held: setattr(held, "value", 1)),
         ([0] * 100, lambda held: held.__setitem__(80, 1)),
         ({"a": {"b": {"c": {"d": [0]}}}}, lambda held: held["a"]["b"]["c"]["d"].__setitem__(0, 1)),
         (counted(), lambda tensor: setattr(tensor, "calls", 1)),
@@ -208,7 +212,18 @@ def counted() -> Tensor:
             lambda held: held.load_state_dict({"last_epoch": 5}),
         ),
     ],
-    ids=["generator", "bytes", "array", "decimal", "long list", "deep", "tensor", "schedule"],
+    ids=[
+        "generator",
+        "bytes",
+        "array",
+        "decimal",
+        "number of C",
+        "shared memory",
+        "long list",
+        "deep",
+        "tensor",
+        "schedule",
+    ],
 )
 def test_a_change_in_an_unusual_place_changes_a_number(value: Any, change: Callable[[Any], Any]) -> None:
     before = numbers_of_attribute(value)

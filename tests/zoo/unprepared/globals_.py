@@ -15,6 +15,21 @@ class Counted(OneLinear):
 def build_model():
     return nn.Sequential(*[Counted() for _ in range(4)])
 """,
+    "count_in_shared_memory": """
+import multiprocessing
+
+class B(nn.Module):
+    def __init__(self, v):
+        super().__init__()
+        self.v, self.l = v, nn.Linear(D, D)
+    def forward(self, x):
+        self.v.value += 1
+        return x + torch.tanh(self.l(x)) * (1.0 if self.v.value < 168 else 0.3)
+
+def build_model():
+    v = multiprocessing.Value("i", 0)
+    return nn.Sequential(*[B(v) for _ in range(4)])
+""",
     "count_in_one_layer": """
 STEP = 0
 
