@@ -1,4 +1,4 @@
-"""Options of `solve` that make a plan again."""
+"""Conversion of a plan's inputs to the options of `solve` with which the plan can be computed again."""
 
 from collections.abc import Collection
 from math import ceil
@@ -17,7 +17,7 @@ _CALIBRATED: Final = frozenset({"--overhead", "--reserve"})
 
 
 def solve_command_options(inputs: Inputs, device: Device, *, without: Collection[str] = ()) -> tuple[str, ...]:
-    """Return the options of `solve` that make a plan again, without options that have their default.
+    """Return the options of `solve` to compute a plan again, without options that have their default.
 
     The result has no options for cuts, micro-batches and time limit, which a plan does not record. Names of files are
     placeholders, such as `--links links.yaml`.
@@ -55,7 +55,7 @@ def solve_command_options(inputs: Inputs, device: Device, *, without: Collection
 
 
 def calibrated_options(inputs: Inputs, device: Device) -> tuple[str, ...]:
-    """Return the options of `solve --calibration FILE` that make a plan again.
+    """Return the options of `solve --calibration FILE` to compute a plan again.
 
     Options whose values come from the calibration are left out.
     """

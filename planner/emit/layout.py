@@ -20,7 +20,7 @@ from planner.emit.signature import with_signature
 
 _PATH = re.compile(r"\w+(\.\w+)*")
 _BLOCK = re.compile(r"(?P<kind>block|encoder|decoder)_\d+")
-"""Names that formulas give to blocks of models without modules in other engines."""
+"""Names of blocks in a profile that a formula computed, unless blocks have the names of torchtitan's modules."""
 
 _WIDTH = 110
 

@@ -12,7 +12,7 @@ from planner.core.values.profile import BoundaryTensor, MemoryDetail, ProgramMem
 from planner.core.values.proof import Proof
 
 _SPARE = frozenset({BoundaryTensor, MemoryDetail, ProgramMemory, Proof, SplitMemory})
-"""Classes of which every field with its default value is left out, because a profile has thousands of their objects."""
+"""Classes whose fields are left out if they have their default value, to keep profiles short."""
 
 
 def to_plain(value: Any) -> Any:

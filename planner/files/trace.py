@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 from planner.core.schedule.kinds import KINDS
 
 TRACE_THREADS: Final = ("compute", "send forward", "send backward")
-"""Names of a process's threads, in order. The thread `compute` shows all slices of other kinds."""
+"""Names of a process's threads, in order. Slices whose kind is not the name of a thread are in `compute`."""
 
 _NAMES: Final[Mapping[str, str]] = {
     **{kind.label: kind.letter for kind in KINDS.values()},

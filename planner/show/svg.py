@@ -25,7 +25,7 @@ from planner.show.views.spans import (
 
 _WIDTH = 1200.0
 _RIGHT = 52.0
-"""Width at the right edge for the bubbles."""
+"""Width of the right margin in pixels. The margin shows the bubble of each device, in percent."""
 _AXIS = 30.0
 _LEGEND, _LEGEND_LINE = 30.0, 18.0
 _TALLEST, _LOWEST = 26.0, 7.0

@@ -200,7 +200,10 @@ class _ResidualPlan:
     """Origin of each value that a traced forward passes to its backward."""
 
     sources: tuple[tuple[str, Any], ...]
-    """For each value: (`argument`, `const`, `output` or `made`; index), or (`literal`, the value itself)."""
+    """Origin of each value: (kind, index among the values of this kind), or (`literal`, value).
+
+    The kinds are `argument`, `const`, `output` and `made`.
+    """
     created: tuple[int, ...]
     """Indices of the `made` values, which are no arguments, constants or outputs."""
     passed: tuple[int, ...]

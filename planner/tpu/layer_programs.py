@@ -45,11 +45,13 @@ Timer = Callable[[CompiledProgram, Any], float]
 """Function (executable, shapes of its arguments) -> microseconds."""
 
 _LEAST_FILLING_BYTES = 2**24
-"""Bytes of an array that is too large for the core's local memory."""
+"""Smallest size of the large array in `apart`, in bytes. Such an array does not fit into the core's local memory."""
 
 
 def compile_layer(function: LayerFunction, device: jax.Device, time_us: Timer) -> CompiledLayer:
-    """Compile the four executables of a layer.
+    """Compile a layer's forward, its backward, and both together (with and without a large array between them).
+
+    A layer without a backward has only the executable of its forward.
 
     Args:
         function: Layer as a function of JAX arrays.

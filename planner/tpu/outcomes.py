@@ -16,7 +16,7 @@ class CompiledLayer:
     laid_out: tuple[int, ...]
     """Bytes of each input in the memory layout that the compiler chooses for the layer."""
     wanted: tuple[int, ...]
-    """Bytes of each input in a loop over micro-batches: flattened, or as in `laid_out`."""
+    """Bytes of each input in a loop over micro-batches: as in `laid_out`, or fewer if the loop flattens the input."""
     kept_inputs: tuple[bool, ...]
     """True for inputs that the backward reads."""
     outputs: tuple[int, ...]
@@ -47,9 +47,9 @@ class CompiledLayer:
     made_kinds: tuple[ArrayKind, ...]
     """Type, shape and bytes of each array that the forward makes for the backward, except outputs."""
     input_kinds: tuple[ArrayKind, ...]
-    """Type, shape and bytes of each input, outside of a loop over micro-batches and in the loop."""
+    """Type, shape and bytes of each input in a loop over micro-batches."""
     output_kinds: tuple[ArrayKind, ...]
-    """Type, shape and bytes of each output, outside of a loop over micro-batches and in the loop."""
+    """Type, shape and bytes of each output in a loop over micro-batches."""
     # In the loop, an output has 16 bits per number unless this layer's backward reads it otherwise than in a matmul.
     narrow_inputs: tuple[bool, ...]
     """True for inputs that the backward reads only as matmul operands, or not at all."""

@@ -47,7 +47,7 @@ _GAPS = 1.1
 """Memory of a forward or backward in one program of all stages, divided by the memory of the stage alone."""
 
 _TAKEN_OUT = 1 / 2
-"""Share of the arrays stored in vectors that also exists unpacked at the backward's peak, as observed on ConvNeXt."""
+"""Bytes of unpacked copies at a backward's peak, divided by bytes of arrays in vectors; as observed on ConvNeXt."""
 
 _RESHAPED = 1 / 2
 """Share of the flattened arrays that also exists in its original shape at the peak, as observed on U-Nets."""

@@ -57,7 +57,7 @@ class CompiledLayerMemory:
     reshaped: FloatArray
     """Bytes of the arrays that a loop over micro-batches stores flattened, before flattening and without gaps."""
     waiting: FloatArray
-    """Padding of arrays kept for the backward, before a loop over micro-batches stores them flattened; without gaps."""
+    """Padding that a loop over micro-batches removes when it flattens arrays for the backward. Excludes gaps."""
     laid_out: FloatArray
     """Copy of one micro-batch of the first layer's input, in the layout that the layer needs."""
     arrays: tuple[ProgramArrays, ...]

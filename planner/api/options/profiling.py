@@ -18,7 +18,7 @@ _FORMULA: Final = "Formula instead of a model"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSizeOptions:
-    """Sizes of a model for `profile --from-formula`. A config.json has these sizes, and excludes the options."""
+    """Sizes of a model for `profile --from-formula`. They are not allowed with a config.json, which has these sizes."""
 
     layers: Annotated[int | None, Option("32", "Number of blocks between embedding and head.", _FORMULA)] = None
     hidden: Annotated[int | None, Option("3072", "Model width.", _FORMULA)] = None

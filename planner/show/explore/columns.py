@@ -28,7 +28,7 @@ on the device. IN_PLACE: as SHARED, and the previous stage is on the same device
 """
 
 ALWAYS: Final = -1
-"""Index in place of a part's index, for memory that exists during the whole step."""
+"""Index of memory that exists during the whole step. It is used in place of an index into `PARTS`."""
 
 _MOST_AT_ONCE: Final = 1 << 14
 """Largest number of stages whose memory is computed at the same time, which limits temporary memory."""
@@ -60,7 +60,7 @@ def add_memory_columns(
         costs: Costs of the chain at the micro-batch size, with its replicas.
         cells: Stage of each row.
         micro_batches: Number of micro-batches.
-        parts: Parts of memory to add, as indices into `PARTS`, for each sharing mode (`ALONE` to `IN_PLACE`).
+        parts: Indices into `PARTS` of allocations to add, per way in which stages share a device (`ALONE` to `IN_PLACE`).
 
     Returns:
         JSON data about the added columns.

@@ -30,7 +30,7 @@ class StageRows(NamedTuple):
 
 
 class CutRows(NamedTuple):
-    """Cuts of the chain, each with a link that may carry its tensors, as sorted arrays of equal length."""
+    """Sorted pairs (link, cut), as arrays of equal length. In a pair, the link can connect the stages at the cut."""
 
     link: IntArray
     """Index into `DeviceGroup.links`."""

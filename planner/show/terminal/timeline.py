@@ -26,7 +26,7 @@ from planner.show.views.numbers import percent, row_noun, time_ticks
 from planner.show.views.spans import BUBBLE_WORDS, HUES, bubble_of
 
 _BY_LETTER: Mapping[str, ActionKind] = {kind.letter: kind for kind in KINDS.values()}
-"""Kinds of action by letter, which is the kind of an event; all other events are transfers."""
+"""Kind of action for each letter. An event whose `kind` is not one of these letters is a transfer."""
 
 _FILLS = ("░▒", "▓█", "▓█", "─═")
 """Fills of boxes for each kind of action; chunks of a device use the characters of a fill in turn. A backward and an

@@ -13,7 +13,7 @@ from planner.show.views.table import Table, column, table
 
 HEADERS = ("predicted", "measured", "difference")
 OF_REPLICAS = "the slowest and the largest of the replicas"
-"""Description of measured times and peaks of a run with replicas, because a prediction is for one pipeline."""
+"""Description of the measured times and peaks of a run with replicas: the largest value of any replica is shown."""
 
 WAITING = ("recompute", "transfer", "idle")
 """Names of columns that are left out of a run's table if they are empty."""
