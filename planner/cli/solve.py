@@ -29,7 +29,7 @@ _MUCH_RECOMPUTED = 0.02
 """Share of the compute time from which per-layer recomputation is worth a note."""
 
 _LITTLE_SLOWER = 0.02
-"""Largest share of the step time by which a plan with a simpler schedule may be slower to be worth a note."""
+"""Largest relative increase of the step time for which a note suggests a simpler schedule."""
 
 
 @with_options(SolveOptions)

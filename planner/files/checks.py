@@ -245,4 +245,4 @@ _PROBLEMS: Final[Mapping[str, Callable[[Any], Iterator[Problem]]]] = {
     "calibration": _calibrated_problems,
     "partial": _partial_problems,
 }
-"""Check function for each kind of file, by its word in `planner.files.kinds`."""
+"""Check function for each kind of file. The keys are those of `planner.files.kinds.KINDS`."""

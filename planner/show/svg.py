@@ -31,7 +31,7 @@ _LEGEND, _LEGEND_LINE = 30.0, 18.0
 _TALLEST, _LOWEST = 26.0, 7.0
 _HEIGHT = 560.0
 _LETTER = 5.6
-"""Width of a digit in a box, in pixels."""
+"""Width of a letter or digit in a box's label, in pixels."""
 _THIN = 1.5
 """Width in pixels below which a box is merged with its neighbor."""
 

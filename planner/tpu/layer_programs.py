@@ -203,7 +203,7 @@ class MatmulOperands:
     outputs: tuple[bool, ...]
     """True for outputs that the backward reads only as matmul operands."""
     made: tuple[bool, ...]
-    """True for other residuals that the backward reads only as matmul operands."""
+    """True for new residuals (not inputs, parameters or outputs) that the backward reads only as matmul operands."""
 
 
 def matmul_operands_of(function: LayerFunction, split: ForwardBackwardFunction) -> MatmulOperands:

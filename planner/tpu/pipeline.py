@@ -132,9 +132,13 @@ def _stages(loaded: LoadedModel, chain: Chain, balance: Balance, batch: Any) -> 
 def _layer_function_of(
     loaded: LoadedModel, layer: Layer, values: Sequence[Any], nest: TreeSpec, *, targets: Any, last: bool
 ) -> tuple[LayerFunction, Callable[[], tuple[TreeSpec, list[Any]]]]:
-    """Return a layer as a function of JAX arrays, and a function that describes the layer's outputs."""
-    # The second function is called after the first was traced. It returns the structure of the outputs, and a list with
-    # one entry per flattened output: for a tensor, its index among the tensors; for any other value, `(value,)`.
+    """Return a layer as a function of JAX arrays, and a function that describes the layer's outputs.
+
+    `values` are the flattened inputs, with the structure `nest`. With `last`, the layer's function also computes the
+    loss from `targets`. The second function is called after the first was traced. It returns the structure of the
+    outputs, and a list with one entry per flattened output: for a tensor, its index among the tensors; for any other
+    value, `(value,)`.
+    """
     of_loss, loss_nest = tree_flatten(targets)
     seen: dict[str, Any] = {}
 

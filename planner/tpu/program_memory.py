@@ -44,7 +44,10 @@ from planner.tpu.slots import shared_slots
 from planner.tpu.stage_memory import CompiledLayerMemory, CompiledStageMemory, ProgramArrays
 
 _GAPS = 1.1
-"""Memory of a forward or backward in one program of all stages, divided by the memory of the stage alone."""
+"""Memory of a stage's forward or backward in one program of all stages, divided by its memory in a separate program.
+
+The factor accounts for gaps between arrays of different sizes.
+"""
 
 _TAKEN_OUT = 1 / 2
 """Bytes of unpacked copies at a backward's peak, divided by bytes of arrays in vectors; as observed on ConvNeXt."""

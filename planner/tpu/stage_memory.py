@@ -41,7 +41,7 @@ class ProgramArrays(NamedTuple):
 class CompiledLayerMemory:
     """Memory of each layer within one executable, in bytes; one entry per layer.
 
-    The memory includes gaps between arrays, unless a field says otherwise.
+    The memory includes gaps between arrays, unless a field excludes them.
     """
 
     carried: FloatArray
@@ -51,17 +51,17 @@ class CompiledLayerMemory:
     narrowed: FloatArray
     """16-bit copies of weights for matmuls. They exist only if a step has several micro-batches."""
     narrowed_input: FloatArray
-    """16-bit copy of one micro-batch of the first layer's input."""
+    """Bytes of a 16-bit copy of the model's input for one micro-batch; 0 for all layers except the first."""
     padding: FloatArray
     """Padding of parameters and gradients."""
     reshaped: FloatArray
-    """Bytes of the arrays that a loop over micro-batches stores flattened, before flattening and without gaps."""
+    """Bytes of the arrays that a loop over micro-batches flattens, in their original shapes. Excludes gaps."""
     waiting: FloatArray
     """Padding that a loop over micro-batches removes when it flattens arrays for the backward. Excludes gaps."""
     laid_out: FloatArray
     """Copy of one micro-batch of the first layer's input, in the layout that the layer needs."""
     arrays: tuple[ProgramArrays, ...]
-    """Arrays of each layer at the nearest profiled size; empty if the profile does not list them."""
+    """Arrays of each layer at the profiled micro-batch size nearest to the plan's; empty if the profile has none."""
 
     def in_stages(self, builder: StageTableBuilder, micro_batches: int) -> "CompiledStageMemory":
         """Return the memory of each stage of `builder`, computed from the memory of the stage's layers."""

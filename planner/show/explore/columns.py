@@ -34,7 +34,7 @@ _MOST_AT_ONCE: Final = 1 << 14
 """Largest number of stages whose memory is computed at the same time, which limits temporary memory."""
 
 Components = Mapping[tuple[int, int], FloatArray]
-"""Bytes of stages by part (an index into `PARTS`, or `ALWAYS`) and component (an index into `ITEMS`)."""
+"""Bytes of each stage, by allocation (index into `PARTS`, or `ALWAYS`) and memory component (index into `ITEMS`)."""
 
 
 class _RowBlock(NamedTuple):

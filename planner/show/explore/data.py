@@ -44,7 +44,10 @@ MOST_BYTES: Final = 1_200_000
 """Size limit of all tables together, in bytes."""
 
 _MOST_STAGES: Final = 50_000
-"""Largest number of stages, times micro-batch sizes, whose numbers are computed to estimate the size of the tables."""
+"""Approximate limit on the number of stages in the first tables, counted once per micro-batch size.
+
+Tables larger than `MOST_BYTES` are computed again with fewer stages.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -45,7 +45,7 @@ class DeviceOrders:
 
     devices: tuple[EncodedOrder, ...]
     parts: frozenset[int]
-    """Parts of memory that exist while the orders run, as indices into `PARTS`."""
+    """Allocations that exist at some point in these orders, as indices into `PARTS`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

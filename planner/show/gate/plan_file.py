@@ -1,4 +1,4 @@
-"""Location of a finding in the plan's file, and its full text."""
+"""Lines of findings in a plan's file, and full messages of findings."""
 
 from dataclasses import dataclass
 

@@ -90,7 +90,10 @@ def _named_bound_words(plan: Plan) -> str:
 
 
 def gap_words(plan: Plan) -> str:
-    """Return the plan's gap as text, and its gap over the named schedules if this is smaller."""
+    """Return the gap between the plan's step time and its lower bound, as text.
+
+    If plans without the schedule `search` have a higher lower bound, the text also has the gap to this bound.
+    """
     named_gap = plan.solver.named_gap(plan.predicted.step_us)
     over_named = "" if named_gap is None else f", over the named schedules {_gap_text(named_gap)}"
     return f"gap {_gap_text(plan.solver.gap)}{over_named}"
