@@ -130,7 +130,7 @@ def profile_by_formula(options: ProfileOptions, configuration: Configuration | N
 
 
 def refuse_formula_options(options: ProfileOptions) -> None:
-    """Raise UsageError if an option is given that only a formula or a config.json can use."""
+    """Raise UsageError if an option is given that needs `--from-formula` or a config.json."""
     _refuse(options, [name for name in _FORMULA_OPTIONS if name != "from_formula"], "`--from-formula`")
     _refuse(options, ["sequence", "task"], "a config.json or a formula")
 

@@ -118,7 +118,7 @@ def parse_device_counts(value: Numbers) -> tuple[int, ...]:
 
 
 def parse_device_count(value: Numbers) -> int:
-    """Return the number of devices from a text such as `8`; raise `UsageError` for several."""
+    """Return the number of devices from a text such as `8`. Raise `UsageError` for several numbers, such as `8,6`."""
     counts = parse_device_counts(value)
     if len(counts) > 1:
         raise UsageError(

@@ -54,7 +54,10 @@ _LOSSES_S = 120.0
 """Time limit of the plain training loop with two steps, in seconds."""
 
 _LOSS_ERROR, _LOW_PRECISION_LOSS_ERROR = 1e-3, 3e-2
-"""Largest relative differences of losses after one update: rounding errors, which optimizers enlarge."""
+"""Largest accepted relative differences between losses of train.py and of a plain loop, in the first two steps.
+
+The second value is for precisions other than fp32. Optimizers enlarge rounding errors.
+"""
 
 _STOP_S = 30
 """Seconds that torchrun may take to end its processes."""

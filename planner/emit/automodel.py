@@ -19,7 +19,7 @@ from planner.emit.layout import EngineFile, PlanLayout, signed_text
 from planner.emit.schedule_csv import SCHEDULE_FILE, schedule_table
 
 ON_EVERY_STAGE: Final = "rotary_emb"
-"""Last component of the module paths that must be in the lists of all stages."""
+"""Name of modules that every stage needs. It is the last component of a path, such as `model.rotary_emb`."""
 
 _NAME: Final = "Automodel"
 _INSIDE_A_MEMBER = re.compile(r"\.\d+\.")

@@ -25,7 +25,10 @@ if TYPE_CHECKING:
     from planner.files.kinds import Value
 
 MAX_BYTES = 2**28
-"""Largest number of characters of a file that is read; a profile of ten thousand layers has a few million."""
+"""Largest accepted length of a file, in characters (one byte each in ASCII).
+
+A profile of ten thousand layers has a few million.
+"""
 
 _T_co = TypeVar("_T_co", covariant=True)
 

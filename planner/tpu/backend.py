@@ -183,9 +183,11 @@ def _with_compiled_memory(
     is_first: bool,
     num_targets: int,
 ) -> LayerProfile:
-    """Return `profile` with the memory that the compiler reported, in the field `program`."""
-    # `compiled`, `kept_outputs` and `received` have one item per micro-batch size. The last `num_targets` inputs of the
-    # layer are targets of the loss.
+    """Return `profile` with the memory that the compiler reported, in the field `program`.
+
+    `compiled`, `kept_outputs` and `received` have one item per micro-batch size. Items of the last two are arguments
+    of `CompiledLayer.memory_in_program`. The last `num_targets` inputs of the layer are targets of the loss.
+    """
     programs = [
         _program(layer, kept_outputs[place], received[place], is_first=is_first, num_targets=num_targets)
         for place, layer in enumerate(compiled)

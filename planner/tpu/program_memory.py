@@ -126,19 +126,19 @@ class _ProgramParts(NamedTuple):
     optimizer: float
     buffers: float
     data: float
-    """Part of the mini-batch that this stage reads."""
+    """Bytes of the mini-batch's inputs and targets that this stage reads."""
     input: float
-    """Input received for one micro-batch."""
+    """Bytes of the input that the stage receives for one micro-batch."""
     kept: float
-    """Arrays kept for the backward of one micro-batch."""
+    """Bytes of the arrays kept for the backward of one micro-batch."""
     copies: float
-    """16-bit copies of weights for matmuls, and padding; both exist during the whole step."""
+    """Bytes of 16-bit copies of weights for matmuls, and of padding; both exist during the whole step."""
     batch: float
-    """16-bit copy of the mini-batch for matmuls, which exists during the whole step."""
+    """Bytes of a copy of the mini-batch, in 16 bits if matmuls read it. It exists during the whole step."""
     forward: float
-    """Results and temporaries of a forward."""
+    """Bytes of results and temporaries of a forward."""
     backward: float
-    """Results and temporaries of a backward, including a recomputed forward."""
+    """Bytes of results and temporaries of a backward, including a recomputed forward."""
 
 
 def _with_slot_padding(

@@ -12,7 +12,10 @@ from typing import Final, NamedTuple, TypeVar
 from planner.core.values.profile import ArrayKind
 
 MOST_ROOM: Final = 1.5
-"""Largest accepted ratio: bytes of all slots, divided by bytes of the largest stage's arrays."""
+"""Largest accepted ratio: bytes of all slots of a device, divided by bytes of the largest stage's arrays.
+
+A slot is memory for one array of any stage.
+"""
 
 _Kind = TypeVar("_Kind")
 
@@ -34,7 +37,7 @@ class SharedSlots(NamedTuple):
     """Memory in which a device can store the arrays of any stage."""
 
     ratio: float
-    """Bytes of this memory, divided by the bytes of the largest stage's arrays; 1 if there are no arrays."""
+    """Bytes of the slots or vectors, divided by the bytes of the largest stage's arrays; 1 if there are no arrays."""
     are_vectors: bool
     """True if arrays are concatenated to vectors."""
 

@@ -23,8 +23,8 @@ from planner.core.values.profile import ArrayKind, LayerProfile, ProgramMemory
 _GAPS: Final = 1.05
 """Memory of a forward and backward in one executable, divided by the sum over its layers. The factor accounts for gaps
 between arrays of different sizes, which executables of one layer lack. Without it, predictions were 0.92 to 1.06
-times the compiled memory (docs/measurements/tpu-composition.md). There, arrays were placed with the options of
-`planner.tpu.programs.compiler_options_for`."""
+times the compiled memory (docs/measurements/tpu-composition.md). The measured programs were compiled with the options
+of `planner.tpu.programs.compiler_options_for`."""
 
 
 class ProgramArrays(NamedTuple):
@@ -59,7 +59,7 @@ class CompiledLayerMemory:
     waiting: FloatArray
     """Padding that a loop over micro-batches removes when it flattens arrays for the backward. Excludes gaps."""
     laid_out: FloatArray
-    """Copy of one micro-batch of the first layer's input, in the layout that the layer needs."""
+    """Bytes of a copy of the model's input for one micro-batch, in the first layer's layout; 0 for all other layers."""
     arrays: tuple[ProgramArrays, ...]
     """Arrays of each layer at the profiled micro-batch size nearest to the plan's; empty if the profile has none."""
 
@@ -85,10 +85,10 @@ class CompiledStageMemory:
     padding: FloatArray
     """Padding of parameters and gradients, and a copy of the first layer's input in the layout that the layer needs."""
     waiting: FloatArray
-    """Padding of arrays kept for the backward, before a loop over micro-batches stores them flattened."""
+    """Padding that a loop over micro-batches removes when it flattens arrays for the backward."""
 
     def parts(self, s: StageTable, recompute: Recompute, *, in_flight: int) -> MemoryParts:
-        """Return the memory of stages by allocation, if each stage is compiled as one executable.
+        """Return the memory of stages, split into allocations (`PARTS`), if each stage is compiled as one executable.
 
         Args:
             s: Memory of the stages' tensors.

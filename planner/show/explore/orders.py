@@ -22,8 +22,10 @@ MOST_ACTIONS: Final = 400_000
 LETTERS: Final = tuple(KINDS)
 
 OrderEntry = tuple[int, CountChanges]
-"""Row of the table: 4 * chunk + kind of the action (-1 for the optimizer step), and how the action changes the numbers
-of parts of memory (`PARTS`)."""
+"""Row of `ScheduleMenu.entries`: a code for an action, and the action's changes to the counts of allocations.
+
+The code is 4 * chunk + index of the action's kind in `LETTERS`, or -1 for the optimizer step.
+"""
 
 EncodedOrder = tuple[str] | tuple[str, list[int]]
 """Action order of a device as a text; with the micro-batch of each action, if a stage does not process them in order.
