@@ -60,7 +60,7 @@ def add_memory_columns(
         costs: Costs of the chain at the micro-batch size, with its replicas.
         cells: Stage of each row.
         micro_batches: Number of micro-batches.
-        parts: Indices into `PARTS` of allocations to add, per way in which stages share a device (`ALONE` to `IN_PLACE`).
+        parts: Indices into `PARTS` of allocations to add, for each sharing of a device (`ALONE` to `IN_PLACE`).
 
     Returns:
         JSON data about the added columns.
