@@ -9,7 +9,7 @@ from typing import NamedTuple
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4  # from glibc's malloc.h
 
 LARGE_BYTES = 2**25
-"""Largest value, in bytes, that glibc accepts as the size from which blocks are mapped separately."""
+"""Largest `M_MMAP_THRESHOLD` that glibc accepts, in bytes. Blocks above this threshold are mapped separately."""
 
 CACHE_BYTES = 64 * 2**20
 """Upper bound of two sizes in bytes: a GPU's L2 cache, and one core's share of a CPU's last-level cache."""

@@ -39,7 +39,9 @@ class AttributeChange:
     """`set`: an attribute or dict entry was set. `extended`: a list got more items. `replaced`: it got other items."""
     nest: Nest
     leaves: tuple[Any, ...]
-    """Leaves of the new value, or of the new items of a list: `leaves.Leaf` in a `Recording`, else the values."""
+    """Leaves of the new value; of an extended list, leaves of its new items.
+
+    In a `Recording`, the tuple contains a `planner.model.leaves.Leaf` for each leaf instead of its value."""
 
     @property
     def contains_tensor(self) -> bool:

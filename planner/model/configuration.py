@@ -1,4 +1,4 @@
-"""Build a model from a Hugging Face config.json, as a module with the functions that a model.py defines.
+"""Create a Python module for the model of a Hugging Face config.json, with the functions of a model.py.
 
 The model has random weights, because `transformers` builds it from the configuration alone.
 """

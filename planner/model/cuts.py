@@ -39,7 +39,7 @@ _WIDEST = 3.0
 """Largest number of bytes across a cut inside a block, relative to those across the cuts around the block."""
 
 _Life = tuple[int, int, int, list[int]]
-"""Version of a storage: its number, and the positions of its creation, of its last use, and of all uses."""
+"""Number of a version of a storage, then positions in the recording: the version's creation, last use and all uses."""
 
 
 @dataclass(frozen=True)

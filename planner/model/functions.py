@@ -17,7 +17,9 @@ FunctionCall = tuple[str, int]
 """Function call in a gap: the function's name, and the number of earlier calls of this function in the gap."""
 
 Interceptor = Callable[[FunctionCall, Callable[[], Any]], Any]
-"""Function of a call's identification and of a function that makes the call. It returns the result of the call."""
+"""Function that runs instead of a torch function and returns the result of the call.
+
+Its first argument identifies the call. Its second argument is a function without arguments that makes the call."""
 
 
 _READ_MEMORY = (Tensor.tolist, Tensor.numpy, Tensor.__array__)
@@ -38,7 +40,8 @@ class FunctionWatch(TorchFunctionMode):
         """Replace each following call of a torch function by a call of `run`.
 
         Args:
-            run: Function of the call's identification and of a function that makes the call; returns the result.
+            run: Function that returns the result of the call. Its arguments are the `FunctionCall`, and a function
+                without arguments that makes the call.
         """
         if self._run is not None:
             return  # A function that calls modules is running. Torch removed the mode and restores it after the call.

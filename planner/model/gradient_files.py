@@ -17,7 +17,7 @@ _LEAST_BYTES = 2**22
 """Size in bytes from which gradients are moved to files."""
 
 _PIECE = 2**20
-"""Number of elements that are added at a time."""
+"""Number of elements that are added at a time when a gradient in a file is added to a new gradient."""
 
 
 def keep_gradients_in_files(parameters: Iterable[nn.Parameter], folder: Path) -> None:

@@ -188,7 +188,10 @@ class _UpdateComparison:
             parameters.take_numbers(optimizer)
 
     def differing(self, step: int, scales: tuple[float, float]) -> set[int]:
-        """Make a step; return the indices of the parameters whose updates depend on other parameters."""
+        """Make a step of each optimizer. Return the indices of the parameters for which the results differ.
+
+        `scales` has the factors of the random gradients: for parameters with even indices, and with odd indices.
+        """
         together = self._together.step(step, scales)
         apart: dict[int, list[Tensor]] = {}
         for parameters in self._apart:
@@ -197,7 +200,7 @@ class _UpdateComparison:
 
 
 class _SmallParameters:
-    """Small random parameters that replace the parameters with indices `part` in `sample`, and their optimizer."""
+    """Small random parameters, which represent some of the model's parameters, and their optimizer."""
 
     def __init__(
         self, whole: WholeModelOptimizer, sample: Sequence[Tensor], part: Sequence[int], device: torch.device

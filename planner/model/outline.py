@@ -44,7 +44,9 @@ from planner.model.spans import (
 )
 
 _MANY_PARTS = 2
-"""Smallest number of avoidable tensors across a boundary for which the user gets a note."""
+"""Smallest number of avoidable tensors for which the user gets a note.
+
+It is the number of tensors sent across a boundary only for repeated code, minus the number of results of that code."""
 
 _MANY_PREVENTED = 0.25
 """Smallest share of prevented cuts, among tried cuts, for which the user gets a note."""

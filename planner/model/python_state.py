@@ -72,7 +72,7 @@ _NAMESPACES = (SimpleNamespace, Namespace, UserDict, UserList, threading.local)
 """Classes of the standard library whose objects are followed like those of user-defined classes."""
 
 _WRAPPED_ITERATORS = (enumerate, zip, map, filter)
-"""Iterators without a length, whose arguments are followed instead."""
+"""Iterators without a length. The search for numbers continues in their arguments, such as the lists of a `zip`."""
 
 
 def numbers_in_attributes(modules: Mapping[str, nn.Module]) -> dict[str, float]:

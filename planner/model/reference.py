@@ -62,7 +62,7 @@ class LayerStart:
 
     path: str
     call: int
-    """Number of the call among the calls of this module in one forward, counted from 1."""
+    """1 for the first call of the module `path` in a forward, 2 for its second call, and so on."""
     at_end: bool
     """True if the layer starts when the call ends; False if the layer starts when the call begins."""
 

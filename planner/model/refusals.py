@@ -36,7 +36,7 @@ class TooFewSamplesError(ModelError):
 
 
 def explain_error(where: str, error: BaseException, inputs: str, *, hint: str = INPUT_HINT) -> PlannerError:
-    """Return an error with a hint that replaces an error of the user's code.
+    """Return an error with a hint, to be raised instead of `error`.
 
     Args:
         where: Name of the layer or the model, for the message.

@@ -36,9 +36,10 @@ class RepeatedCode:
         return is_over and cut <= self._exit_of(self._runner_of[maker.parent])
 
     def exposed_tensors(self, storage: int, cut: int) -> set[int]:
-        """Return the tensors in a storage that calls before the cut return to code that runs again after the cut.
+        """Return the tensors in `storage` that repeated code gets as inputs of the model or as results of other calls.
 
-        Tensors are given by their index in `Recording.values`.
+        Repeated code runs before the cut and again after the cut. The other calls end before the cut. Tensors are given
+        by their index in `Recording.values`.
         """
         exposures = self._recording.exposures.get(storage, ())
         return {value for value, call in exposures if self.exposes_results(call, cut)}

@@ -31,7 +31,7 @@ class SentResultFinder:
         for version, data in self._flow.items():
             self._versions.setdefault(data["storage"], []).append(version)
         self.sent_results: dict[int, FunctionResult] = {}
-        """The `Recording.candidates` that are sent across cuts, by number of their operator."""
+        """Function results that are sent across cuts. Keys are the numbers of the operators that computed them."""
         for candidate in recording.candidates:  # in order of creation
             number = self._flow[candidate.version]["operator"]
             first, end = (bisect_right(self._times, time) for time in (candidate.enter, candidate.exit))

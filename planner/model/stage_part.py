@@ -78,7 +78,9 @@ class StagePart:
         calls = self.outline.recording.calls
         crossing = {*self.received, *self.sent}
         self.sent_results: dict[tuple[int, int], _ResultsInGap] = {}
-        """Sent results by (number of a call, number of submodules that it has called before)."""
+        """Sent results of each gap between submodule calls.
+
+        Keys are pairs: number of the call that contains the gap, and number of submodule calls before the gap."""
         for result in self.outline.sent_results:
             if result.value in crossing or result.exit + 1 in times:
                 self.sent_results.setdefault((result.call, result.gap), {})[result.called] = result

@@ -47,7 +47,10 @@ class LayerOutputs:
         """Scalar whose backward is that of all outputs; None if no output requires a gradient."""
 
     def create_gradients(self, next_inputs: LayerInputs | None) -> None:
-        """Create missing gradients of the outputs, if possible in the memory of the gradients of `next_inputs`."""
+        """Create the gradients of the outputs, filled with ones, unless they exist.
+
+        If possible, a gradient overwrites the gradient at the same position in `next_inputs`, the next layer's inputs.
+        """
         for n, (like, shape) in self._shapes.items() if not self._gradients else ():
             there = None if next_inputs is None else next_inputs.gradient_of(n)
             if there is not None and _is_like(there, like, shape) and storage_key(there) not in self._own_storages:

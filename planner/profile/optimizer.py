@@ -16,8 +16,7 @@ from planner.model.optimizers import WholeModelOptimizer
 from planner.profile.units import LayerToMeasure
 
 _MOST_NUMBERS = 2**22
-"""Number of elements up to which a parameter is measured whole; with gradient and state it may take five times as much.
-"""
+"""Largest number of elements of a measured parameter. Of a larger parameter, a part is measured, to limit memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +119,7 @@ def first_of_same_cost(units: Sequence[LayerToMeasure], whole: WholeModelOptimiz
 def optimizer_boundary_peaks(
     layers: Sequence[Sequence[Tensor]], whole: WholeModelOptimizer, *, device: torch.device, meter: MemoryMeter
 ) -> list[int]:
-    """Return the temporary bytes when an optimizer continues from each layer to the next layer; 0 for the first layer.
+    """Return the temporary bytes of an update of two parameters that are in consecutive layers.
 
     An optimizer may release a temporary tensor of a parameter only during the update of the next parameter.
 
@@ -129,6 +128,10 @@ def optimizer_boundary_peaks(
         whole: Optimizer of the whole model, which determines the order of parameters.
         device: Device on which the optimizer runs.
         meter: Meter of the device.
+
+    Returns:
+        For each layer, the largest peak while the optimizer updates two parameters one after the other: one in the
+        previous layer and one in this layer. The peak is 0 if there are no such parameters, as for the first layer.
     """
     groups, peaks = whole.groups(), dict[tuple[object, ...], int]()
     places = {id(p): (g, n) for g, group in enumerate(groups) for n, p in enumerate(group.parameters)}

@@ -149,10 +149,10 @@ class _Turn:
 def time_once(timer: UnsplitBackwardTimer, unit: LayerToMeasure, received: MeasurementInput) -> tuple[float, float]:
     """Return the times of forward and backward of one micro-batch of one layer, in microseconds.
 
-    With a split backward, the first time is that of forward and I together, and the second time is that of W.
+    With a `SplitTimer`, the times are those of forward plus I, and of W.
 
     Args:
-        timer: Timer of a whole or of a split backward.
+        timer: Timer of the layer's passes; a `SplitTimer` splits the backward.
         unit: The layer.
         received: Input of the layer.
     """

@@ -100,7 +100,7 @@ class EstimatedBackend:
         return RooflineClock(self._absent if rate is None else replace(self._absent, half_flops_per_s=rate))
 
     def check(self, loaded: LoadedModel, *, lean: bool) -> None:  # noqa: ARG002
-        """Raise a `ModelError` if the layers read tensor values."""
+        """Raise a `ModelError` if `lean` is False, because the model's layers then read values of tensors."""
         if not lean:
             raise ModelError(
                 "the model cannot be estimated: its layers ask for the values of tensors",

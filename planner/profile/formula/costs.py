@@ -82,7 +82,7 @@ def transformer_profile(
 
     Args:
         shape: Shape of the model.
-        execution: Division of the layers among devices, and kernels.
+        execution: Parallelism within layers, and kernels.
         element_bytes: Bytes per activation and per parameter.
         rates: Rates of the device.
         device: Device to name in the profile.

@@ -7,7 +7,7 @@ from planner.profile.formula.fields import ConfigReader
 from planner.profile.formula.shapes import Attention, Block, FeedForward, Transformer
 
 MOST_LAYERS: Final = 10_000
-"""Largest supported number of layers, because a shape has an entry for each layer."""
+"""Largest supported number of layers. It limits the memory of `Transformer.blocks`."""
 
 
 def gpt2_transformer(fields: ConfigReader, sequence: int) -> Transformer:

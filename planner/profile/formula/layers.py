@@ -12,7 +12,7 @@ from planner.profile.formula.shapes import Attention, Block, Experts, FeedForwar
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Execution:
-    """Division of a model's layers among devices, and kernels that run them."""
+    """Parallelism within the layers of a model, and properties of the kernels that run the layers."""
 
     tensor_parallel: int = 1
     """Number of devices that share each layer (t)."""
@@ -27,7 +27,7 @@ class Execution:
     recompute_attention: bool = False
     """True if backward computes attention's scores and products a second time (selective recomputation)."""
     counts_collectives: bool = True
-    """True if costs include all-reduces over the t devices; False if the device's FLOP/s were measured with them."""
+    """True if costs include the all-reduces of tensor parallelism; False if the device's FLOP/s include their time."""
     fused: bool = False
     """True if kernels fuse RMS normalizations, rotations and gated activations."""
 
@@ -71,7 +71,7 @@ class LayerCosts:
     transient_bytes: float = 0.0
     """Bytes of temporary tensors in forward; in backward, the gradient of the largest weight is added."""
     collectives: int = 0
-    """Number of all-reduces over the t devices in forward; backward has as many."""
+    """Number of all-reduces in forward, over the devices that share the layer; backward has as many."""
     collective_bytes: float = 0.0
     """Total bytes of the all-reduces in forward; the backward has as many."""
 
@@ -87,7 +87,7 @@ def layer_costs(shape: Transformer, execution: Execution, element_bytes: Element
 
     Args:
         shape: Shape of the model.
-        execution: Division of the layers among devices, and kernels.
+        execution: Parallelism within layers, and kernels.
         element_bytes: Bytes per activation and per parameter.
     """
     layers = _LayerFormulas(shape, execution, element_bytes)

@@ -189,7 +189,7 @@ class Block:
     cross_attention: Attention | None = None
     """Attention of a decoder to the encoder's result; None in other blocks."""
     norms: int = 2
-    """Number of normalizations before products; 0 if attention and feed-forward layer read hidden states directly."""
+    """Number of normalizations of the inputs of attention and feed-forward layers; 0 if no input is normalized."""
     post_norms: int = 0
     """Number of normalizations after attention or feed-forward layer. No product with weights reads their results."""
     parallel: bool = False
