@@ -203,7 +203,7 @@ def shared_parameters(layers: Sequence[Layer]) -> list[list[tuple[int, str]]]:
 def tied_parameters(layers: Sequence[Layer]) -> dict[str, tuple[str, ...]]:
     """Return a dict from the name of each tied parameter to its names in other layers.
 
-    For a layer that has no own name for the parameter, the dict contains the name of the layer.
+    If a name in another layer does not begin with that layer's name, the tuple contains the layer's name instead.
     """
     tied: dict[str, tuple[str, ...]] = {}
     for owners in shared_parameters(layers):

@@ -34,7 +34,7 @@ TASKS: Final = {
         "AutoModelForSequenceClassification", ("ForSequenceClassification",), labels_per_sample=True
     ),
 }
-"""Tasks, by name."""
+"""Tasks for which models of a config.json can be trained, by name."""
 
 
 def configuration_module(path: str) -> ModuleType:

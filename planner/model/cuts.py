@@ -36,7 +36,9 @@ _NEAR = 1.1
 """Largest number of bytes across a cut that is kept, relative to the smallest number across a nearby cut."""
 
 _WIDEST = 3.0
-"""Largest number of bytes across a cut inside a block, relative to those across the cuts around the block."""
+"""Largest number of bytes across a cut that `fine` adds within a layer, relative to the bytes across the layer's ends.
+
+If different numbers of bytes cross the two ends of the layer, the larger number counts."""
 
 _Life = tuple[int, int, int, list[int]]
 """Number of a version of a storage, then positions in the recording: the version's creation, last use and all uses."""
@@ -53,7 +55,7 @@ class CutCrossing:
     problem: str | None
     """Reason why the model cannot be cut here; None if it can."""
     has_effect: bool
-    """False if the loss does not depend on a tensor that crosses the cut and requires a gradient."""
+    """True if the loss depends on all tensors that cross the cut and require gradients."""
 
 
 class PossibleCuts:
@@ -339,7 +341,7 @@ class _Needs:
         self.model_tensors: set[str] = set()
         self.problem: str | None = None
         self.have_effect = True
-        """False if the loss does not depend on a tensor in `values` that requires a gradient."""
+        """True if the loss depends on all tensors in `values` that require gradients."""
 
     def follow(self, versions: Iterable[int], *, strict: bool) -> None:
         recording = self._cuts.recording

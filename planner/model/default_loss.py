@@ -19,7 +19,11 @@ _HINT = "define `loss_fn(output, target)` that returns the one to train"
 
 
 class DefaultLoss:
-    """Replacement for a missing `loss_fn(output, target)`. Messages name the file `path`."""
+    """Replacement for a missing `loss_fn(output, target)`.
+
+    Args:
+        path: Path of the user's file, for messages.
+    """
 
     def __init__(self, path: str) -> None:
         self._path = path

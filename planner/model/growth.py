@@ -29,7 +29,7 @@ ShapePair = tuple[tuple[int, ...], tuple[int, ...]]
 """Shapes of one tensor in the batches of `SIZES[0]` and `SIZES[1]` samples."""
 
 Shapes = dict[int, ShapePair]
-"""Shape pairs of tensors, by their indices in `Recording.values`."""
+"""Shapes of tensors in the two recorded batches, by index in `Recording.values`."""
 
 
 def shape_at(pair: ShapePair, size: int) -> tuple[int, ...]:
@@ -61,7 +61,7 @@ def shapes_in_both_recordings(
 ) -> tuple[Shapes, list[ModuleCall]]:
     """Return the shapes of tensors that may cross a cut, and the calls that run other code for another batch size.
 
-    Integers in `recording` that grow with the batch size become `SampleCount` leaves.
+    Also replace integers in `recording` that grow with the batch size by `SampleCount` leaves.
 
     Args:
         recording: Forward of a batch of `SIZES[0]` samples.
@@ -69,7 +69,7 @@ def shapes_in_both_recordings(
         cuts: Positions of the cuts in `recording`.
 
     Returns:
-        Shapes by index of the tensor, and the calls of modules that call other submodules for another batch size.
+        Shapes by index of the tensor, and the module calls whose submodule calls depend on the batch size.
 
     Raises:
         ModelError: The model's inputs have another structure for another batch.
@@ -107,7 +107,7 @@ def cut_errors(
         cuts: For every cut: its position in the recorded forward, the name of the layer before it, and the indices of
             the tensors that cross it.
         shapes: Shapes by index of the tensor, from `shapes_in_both_recordings`.
-        varying: Calls of modules that call other submodules for another batch size.
+        varying: Module calls whose submodule calls depend on the batch size.
     """
     refusals: dict[int, ModelError] = {}
     for cut, name, values in cuts:
@@ -150,7 +150,10 @@ def _shapes_of_call(call: ModuleCall, other: ModuleCall) -> Shapes:
 
 
 def _common_places(call: ModuleCall, other: ModuleCall) -> tuple[Nest, list[int | None], list[int | None]]:
-    """Return the structure that two results share, and the positions of its leaves in both; None if a part varies."""
+    """Return the common structure of two results, and the positions of its leaves in each result.
+
+    For a part that differs, both lists have None.
+    """
     common = common_nest(call.nest, other.nest)
     pairs = zip(common_leaves(call.nest, common), common_leaves(other.nest, common), strict=True)
     places = [(None, None) if None in pair else pair for pair in pairs]

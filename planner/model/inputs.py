@@ -35,7 +35,7 @@ PLAIN_CONTAINERS = (
     "return inputs and targets in tuples, lists and dicts: `dict(batch)` for a BatchEncoding, `vars(batch)` for a "
     "dataclass; if a module needs an object, make it in `forward`"
 )
-"""Hint for a batch that contains an object with tensors."""
+"""Hint of the error for a batch with tensors in an object that is no tuple, list or dict."""
 
 
 def tokens_of_sample(inputs: Any) -> int:

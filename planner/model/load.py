@@ -156,7 +156,7 @@ def load_model(
         uncut: Names of layers that no stage may end with.
 
     Raises:
-        FileError: The file does not exist, or is no Python file.
+        FileError: The file does not exist, or its name ends neither in .py nor in .json.
         ModelError: The file fails when it is imported, or defines no model.
         UsageError: A setting is unknown or has another type.
     """

@@ -27,7 +27,7 @@ _STEPS = (
     *((1.0, 1.0), (1.0, 1.0), (1e3, 1e-3), (1e3, 1e3), (1e-2, 1e-2), (1.0, 1.0), (1.0, 1.0)),
     *[(1e-3, 1e3), (1e3, 1e-3)] * 5,
 )
-"""Factors of the random gradients in each step: for one half of the parameters, and for the other half."""
+"""Steps of `check_optimizer`. Each has two factors of random gradients: for parameters with even and odd indices."""
 # Some gradients exceed the limit of any gradient clip, others do not. If only one half exceeds the limit, the check
 # also finds a clip by the largest gradient of all parameters.
 
@@ -38,13 +38,13 @@ _NOT_FINITE = ((1.0, 1.0), (1.0, math.inf))
 """Factors that make one half of the gradients infinite. An optimizer must not skip parameters of the other half."""
 
 _MOST_PARAMETERS = 32
-"""Largest number of parameters that the check updates."""
+"""Largest number of small parameters that `check_optimizer` updates."""
 
 _MOST_WATCHED = 4
-"""Largest number of parameters that the check updates alongside a run."""
+"""Largest number of small parameters that are updated in every step of a run (`optimizer_step_check`)."""
 
 _LONGEST = 8
-"""Largest length of a dimension of a parameter in the check."""
+"""Largest length of a dimension of the small parameters that `check_optimizer` updates."""
 
 _LIMIT = 1e-5
 """Largest relative difference that can be a rounding error."""

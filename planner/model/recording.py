@@ -76,7 +76,7 @@ class RecordedOperator:
     writes_model_tensor: bool
     """True if the operator writes into a parameter or buffer."""
     writes: tuple[int, ...]
-    """Versions of storages that the operator overwrote."""
+    """For each storage that the operator wrote, the number of its version before the write."""
     region: int = -1
     """Index in `Recording.regions` of the outermost checkpoint or autograd function around the operator; else -1."""
 
@@ -89,7 +89,7 @@ class FunctionResult:
     """
 
     call: int
-    """Number of the module's call."""
+    """Number of the module call whose code called the function."""
     gap: int
     """Number of submodule calls that the module's code made before it called the function."""
     called: FunctionCall
@@ -151,10 +151,12 @@ class Recording:
     inputs: tuple[Leaf, ...] = ()
     input_nest: Nest = field(default_factory=Nest)
     decisions: list[int] = field(default_factory=list)
-    """Numbers of the operators whose operands a stage needs if it repeats them, even if it reads no result: those with
-    `RecordedOperator.decides`, and those that write into an integer tensor that any stage can make."""
+    """Numbers of operators whose operands a stage needs when it repeats the operators, even if it reads no result.
+
+    Such an operator determines control flow or shapes (`RecordedOperator.decides`), or it writes into an integer tensor
+    that every stage can compute."""
     reads: list[tuple[int, ...]] = field(default_factory=list)
-    """For each operator, the versions that it reads."""
+    """For each operator, the numbers of the storage versions that it reads."""
     regions: list[Region] = field(default_factory=list)
     """Checkpoints and autograd functions that ran in the forward."""
     candidates: list[FunctionResult] = field(default_factory=list)

@@ -93,7 +93,7 @@ def largest_magnitude(tensor: Tensor) -> float:
 
 
 def initial_state(loaded: LoadedModel, model: nn.Module) -> ReferenceState:
-    """Return parameters, buffers and Python numbers before the first step."""
+    """Return parameters, buffers, and Python numbers in attributes and variables, before the first step."""
     tensors = {f"parameter:{name}": p for name, p in model.named_parameters(remove_duplicate=False)}
     return ReferenceState(loss=0.0, tensors={**tensors, **_buffers(model)}, numbers=_numbers(loaded, model), groups={})
 
@@ -101,7 +101,7 @@ def initial_state(loaded: LoadedModel, model: nn.Module) -> ReferenceState:
 def state_after_backward(
     loaded: LoadedModel, model: nn.Module, loss: float, changed_by_backward: str
 ) -> ReferenceState:
-    """Return gradients, buffers and Python numbers after a backward.
+    """Return gradients, buffers, and Python numbers in attributes and variables, after a backward.
 
     Args:
         loaded: Functions of the model file.

@@ -106,7 +106,7 @@ class SplitBackward:
 
     @contextmanager
     def weight_cast_cache(self) -> Iterator[None]:
-        """Cache autocast's copies of weights with deferred gradients in the `with` block."""
+        """Cache autocast's copies of weights in the `with` block, if the gradients of these weights can be deferred."""
         self._casts = {}
         try:
             yield
@@ -335,7 +335,7 @@ def _replayed(ctx: Any, gradient: Tensor, x: Tensor) -> tuple[Tensor | None, ...
 
 
 _PLAIN: Final = frozenset((Tensor, nn.Parameter, Ghost))
-"""Supported tensor types. An absent ghost has another type, because no gradient of it is used."""
+"""Types of operands for which weight gradients can be deferred. No gradient of an `AbsentGhost` is used."""
 
 
 def _is_parameter(weight: Any) -> bool:

@@ -42,8 +42,9 @@ class StagePart:
             for c in call.changes
             if c.contains_tensor or (call.exit < self.begin and not call.constant)
         ]
-        """Attribute changes to undo after a forward: all with tensors, and those of calls that the stage does not run.
-        """
+        """Attribute changes to undo after a forward.
+
+        They contain tensors, or were made by a call that ends before the stage and does not run in it."""
         states = [state for state in outline.recording.states if self.begin <= state.first < self.stop]
         self.replaced = [state.name for state in states if state.is_replaced and state.name in self.model_tensors]
         """Buffers that the stage's forwards replace by other tensors."""
@@ -57,7 +58,7 @@ class StagePart:
         self.when_done: Callable[[], None] = lambda: None
         self.when_layer_begins: Callable[[int], None] = lambda _layer: None
         self.layer_at: dict[int, int] = {}
-        """Index of the stage's layer that begins at each position; empty without a listener."""
+        """For each position at which a layer begins, the layer's index in the stage; empty before `call_at_layers`."""
         self.earlier: list[tuple[int, int]] = []
         """For each layer before the stage: the position where it begins, and its index (-1 just before the stage)."""
         self.layers = range(first, end)

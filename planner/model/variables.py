@@ -48,7 +48,7 @@ class _Variables(NamedTuple):
     container: Any
     before: dict[Any, Any]
     copies: list[tuple[Tensor, int, Tensor]]
-    """Small tensors in the container, each with its version counter and a copy at the time of saving."""
+    """Small tensors of `container`, with their version counters and copies of their values when `of` was called."""
 
     @classmethod
     def of(cls, container: Any) -> "_Variables":

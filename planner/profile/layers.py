@@ -21,17 +21,17 @@ class MeasuredCosts:
 
     records: LayerRecords
     casts_bytes: Mapping[str, int]
-    """Bytes of autocast's weight cache."""
+    """For each layer digest, the bytes of autocast's weight cache."""
     rewritten_bytes: Mapping[str, int]
-    """Bytes of the layer's state that its forward writes."""
+    """For each layer digest, the bytes of state that a forward of the layer writes."""
     idle: Mapping[str, Collection[str]]
-    """Names of parameters that never get a gradient (`parameters_without_gradients`)."""
+    """For each layer digest, names of parameters that never get a gradient (`parameters_without_gradients`)."""
     optimizer: Sequence[OptimizerCost]
     """Cost of the optimizer for each layer. Layers with equal digests may differ in this cost."""
     optimizer_boundary_peaks: Sequence[int]
-    """For each layer, the temporary bytes when the optimizer continues from the previous layer to this layer."""
+    """For each layer, the temporary bytes while a parameter of the previous layer and one of this layer are updated."""
     flops: Mapping[str, int]
-    """Number of floating-point operations of a forward at the smallest micro-batch size."""
+    """For each layer digest, the floating-point operations of the layer's forward at the smallest micro-batch size."""
     times: Mapping[LayerKey, LayerTimes]
     half_times_us: Mapping[LayerKey, tuple[float, float]] = field(default_factory=dict)
     """Times of I and W, the two passes of a split backward, in microseconds; empty if these were not timed."""

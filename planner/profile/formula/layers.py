@@ -39,7 +39,7 @@ class ElementBytes:
     activation: int
     """Bytes of an element of an activation (e)."""
     residual: int = 0
-    """Bytes of an element of the hidden state between blocks, which autocast keeps in float32; 0 if the same as e."""
+    """Bytes of an element of the hidden state between blocks, for example 4 under autocast; 0 means `activation`."""
     parameter: int
     gradient: int
     optimizer: int
