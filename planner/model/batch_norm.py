@@ -132,7 +132,7 @@ class BatchStatistics:
 
 @dataclass
 class _NormCall:
-    """Statistics of one call of a batch normalization: of the current micro-batch, and sums over the step."""
+    """Statistics of the n-th call of a batch norm per forward: of the current micro-batch, and sums over the step."""
 
     module: _BatchNorm
     mean: Tensor

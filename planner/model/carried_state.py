@@ -66,7 +66,7 @@ class SecondForward:
 
     recording: Recording
     storages: Mapping[AttributeKey, frozenset[int]]
-    """For each attribute, the numbers in `recording` of its tensors' storages after the first forward."""
+    """Storages of the tensors that the first forward left in each attribute, as storage numbers of `recording`."""
     fixed: frozenset[AttributeKey]
     """Attributes whose tensors every stage can compute itself, such as a mask that a module caches."""
 

@@ -17,7 +17,7 @@ BATCH_FIRST = (
     "put the samples first in every tensor of inputs and targets: `batch_first=True` in `nn.Transformer`, `nn.LSTM` "
     "and the like, or transpose in the model's `forward`"
 )
-"""Hint for a sequence-first model."""
+"""Hint for tensors whose first dimension is not the number of samples."""
 
 
 def samples_first_hint(shape: Sequence[int], size: int) -> str:

@@ -73,7 +73,7 @@ class SampleCount:
     at_zero: tuple[int, ...]
     """Integers for zero samples, extrapolated from the recorded integers."""
     per_sample: tuple[int, ...]
-    """Increase of each integer per sample."""
+    """Increase per sample of the recorded integer, or of each integer of the recorded `torch.Size`."""
     is_size: bool
     """True if the integers form a `torch.Size`; otherwise there is a single integer."""
 

@@ -362,7 +362,7 @@ def _example_batch(
 
 
 def _check_samples(path: str, size: int, pair: Sequence[Any], example: Callable[[int], Any]) -> None:
-    """Check that a batch of `size` samples, which `example` returned, can be cut into micro-batches."""
+    """Check that `pair`, the inputs and targets of `example(size)` in file `path`, can be cut into micro-batches."""
     wrong = [list(t.shape) for t in tree_flatten(pair)[0] if isinstance(t, Tensor) and t.shape[:1] != (size,)]
     if wrong:
         raise ModelError(

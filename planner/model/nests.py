@@ -77,9 +77,9 @@ def common_nest(nest: Nest, other: Nest) -> Nest:
 
 
 def common_leaves(nest: Nest, common: Nest) -> list[int | None]:
-    """Return for each leaf of `common`, which `common_nest` returned, its position among the leaves of `nest`.
+    """Return for each leaf of `common` its position among the leaves of `nest`.
 
-    The position is None if it is no single leaf of `nest`.
+    `common` is a result of `common_nest`. The position is None if `nest` has a nested value in place of the leaf.
     """
     places: list[int | None] = []
     first, open_items = 0, [(nest, common)]

@@ -32,7 +32,7 @@ _STEPS = (
 # also finds a clip by the largest gradient of all parameters.
 
 _REPETITIONS = 20
-"""Number of times that an optimizer that is not torch's runs `_STEPS`, because a clip may begin late."""
+"""Number of repetitions of the steps `_STEPS` for optimizers that are not from torch. A clip may begin late."""
 
 _NOT_FINITE = ((1.0, 1.0), (1.0, math.inf))
 """Factors that make one half of the gradients infinite. An optimizer must not skip parameters of the other half."""

@@ -47,7 +47,7 @@ NUMBERS = (bool, int, float)
 """Types of Python numbers that count as state."""
 
 TENSOR = ".tensor"
-"""Suffix of the name of a number that represents the values of a tensor."""
+"""Suffix of a number's name, if the number is the sum of the absolute values of a tensor."""
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -113,7 +113,7 @@ def numbers_in_user_files(model: nn.Module, loss_fn: Callable[..., Any]) -> dict
 
 
 def without_leftover_tensors(numbers: Mapping[str, float], kept: Container[str]) -> dict[str, float]:
-    """Return `numbers` without the entries `PATH.tensor` that are not in `kept`."""
+    """Return `numbers` without the sums of tensors (`PATH.tensor`), except the sums whose names are in `kept`."""
     # A tensor that did not exist before the first forward may be a result that a forward left behind.
     return {name: number for name, number in numbers.items() if not name.endswith(TENSOR) or name in kept}
 

@@ -53,7 +53,7 @@ class ModuleCall:
     leaves: tuple[Leaf, ...] = ()
     """Leaves of the result, whose structure is `nest`."""
     is_varying: bool = False
-    """True if the structure depends on the batch. Each part that differs is then a `VaryingResult` in `leaves`."""
+    """True if the result's structure depends on the batch. Parts that differ are then `VaryingResult` in `leaves`."""
     changes: tuple[AttributeChange, ...] = ()
     """Attribute changes that the call made."""
     function_region: int = -1
@@ -144,9 +144,10 @@ class Recording:
     """Tensors that may cross a cut: inputs, results of calls, and `candidates`. Each is a pair of the number of its
     storage and its `TensorMeta`."""
     exposures: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
-    """For each storage, the inputs and results of calls that are in this storage.
+    """For each storage, the tensors in it that are inputs of the model or results of calls.
 
-    Each is a pair: index of the tensor in `values`, and number of the call that returned the tensor (-1 for an input).
+    Each tensor is a pair: its index in `values`, and the number of the call that returned it (-1 for an input).
+    Tensors that a call sets as attributes are included. Results within autograd functions are left out.
     """
     inputs: tuple[Leaf, ...] = ()
     input_nest: Nest = field(default_factory=Nest)
@@ -162,15 +163,17 @@ class Recording:
     candidates: list[FunctionResult] = field(default_factory=list)
     """Function results that may be sent across cuts: floating-point tensors and random numbers, in order."""
     outputs: tuple[int, ...] = ()
-    """Version of each leaf of the model's output; -1 for a leaf that is not a tensor."""
+    """For each leaf of the model's output, the version of its storage (a node of `flow`); -1 if it is no tensor."""
     returned_model_tensors: frozenset[str] = frozenset()
     """Names of the parameters and buffers that the model returns unchanged, such as learned weights of losses."""
     output_nest: Nest = field(default_factory=Nest)
     states: tuple[CarriedState, ...] = ()
     """Tensors that the model keeps from one forward to the next."""
     reused_tables: dict[tuple[str, tuple[Any, ...]], int] = field(default_factory=dict)
-    """For each attribute with a cached table, or with its length: the position where the call that sets it ends."""
+    """Attributes in which modules cache a table, such as a mask, or a number, such as the mask's length.
+
+    The value is the position where the call that sets the attribute ends."""
     draws_on_host: bool = False
     """True if the forward draws from Python's or NumPy's generator."""
     unread: frozenset[int] = frozenset()
-    """Versions in `outputs` that the loss does not read."""
+    """Items of `outputs` that the loss does not read."""

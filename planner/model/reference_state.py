@@ -1,4 +1,7 @@
-"""States of the reference training loop, which the equivalence check compares with stages, and their files."""
+"""State of the reference training loop, saved to files for the equivalence check.
+
+The check compares this state with the state of the stages.
+"""
 
 import time
 from collections.abc import Mapping

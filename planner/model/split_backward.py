@@ -361,7 +361,7 @@ def _not_intercepted(function: Any) -> Any:
 
 
 _BACKWARDS: Final = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
-"""Functions that recompute checkpoints, whose recomputation must save the same tensors as the first forward."""
+"""Functions that run a backward. Checkpoints recomputed in it must save the same tensors as in the forward."""
 _SEEN_THROUGH: Final = {
     function: _not_intercepted(function)
     for function in (functional.embedding, functional.multi_head_attention_forward, *_BACKWARDS)

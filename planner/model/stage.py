@@ -75,7 +75,10 @@ class ModelStage(nn.Module):
         self._part.call_at_layers(listener)
 
     def keep_state(self) -> None:
-        """Do not undo changes of attributes that later forwards read."""
+        """Let forwards keep the attribute changes that later forwards read.
+
+        Without this call, each forward undoes these changes when it ends.
+        """
         part = self._part
         part.leftovers = [change for change in part.leftovers if attribute_key(change) not in part.kept]
 

@@ -9,7 +9,7 @@ from planner.model.outline import ModelOutline
 from planner.model.recording import END, FunctionResult
 
 _ResultsInGap = dict[FunctionCall, FunctionResult]
-"""Sent results between two calls of submodules, by the call of a torch function that computes each of them."""
+"""Sent results that a module's own code computes between two submodule calls, by function call."""
 
 
 class StagePart:
@@ -31,9 +31,9 @@ class StagePart:
         self.model_tensors = sorted({name for layer in outline.model_tensors[first:end] for name in layer})
         repeated = outline.repeated_model_tensors[first - 1] if first else frozenset[str]()
         self.repeated = sorted(repeated.intersection(self.model_tensors))
-        """Parameters and buffers of the stage that code of earlier layers reads when it runs again in the stage."""
+        """Parameters and buffers of the stage, read by code of earlier layers that the stage runs again."""
         self.absent = sorted(repeated.difference(self.model_tensors))
-        """Parameters and buffers of other stages that this code reads."""
+        """Parameters and buffers of other stages, read by code of earlier layers that the stage runs again."""
         self.overwritten = outline.overwritten[first - 1] if first else frozenset()
         calls = outline.recording.calls
         self.leftovers = [

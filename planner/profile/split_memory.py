@@ -26,7 +26,9 @@ from planner.profile.memory import backward_root
 from planner.profile.units import LayerToMeasure, MeasurementInput
 
 _HeldElsewhere = Literal["nothing", "outputs", "gradients"]
-"""Tensors that the next layer or the executor keeps during I; `gradients` means outputs and their gradients."""
+"""Tensors that the next layer or the executor keeps during I: `nothing`, `outputs` or `gradients`.
+
+`gradients` includes the outputs."""
 
 
 def measure_split_memory(unit: LayerToMeasure, received: MeasurementInput, meter: MemoryMeter) -> SplitMemory:

@@ -40,7 +40,7 @@ _BLOCK = 5
 """Number of repeats between two checks whether the repeats suffice."""
 
 _STRETCH_BYTES = 2**28
-"""Number of bytes kept for backward up to which layers share a pass. With more, the first ones have left the cache."""
+"""Largest number of bytes that layers timed in one pass keep for backward. With more, data leaves the cache."""
 
 _OVERHEAD_US = 100.0
 """Lower bound, in microseconds, of the executor's time per micro-batch and stage; shorter times need not be exact."""
