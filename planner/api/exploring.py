@@ -14,7 +14,9 @@ from planner.core.values.plan import Plan
 from planner.core.values.profile import Profile
 
 _ON_THE_PAGE: Final = frozenset({"--mem", "--schedule", "--chunks", "--recompute", "--links", "--together", "--apart"})
-"""Options of `solve` that a user sets in the interactive report, or that `notes_on_missing_options` describes."""
+"""Options of `solve` that `solve_command_parts` leaves out.
+
+The interactive report sets them, replaces them by fixed cuts (`--balance`), or has a note about them."""
 
 
 @on_plan(ExploreOptions)

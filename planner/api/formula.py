@@ -58,7 +58,7 @@ _STATES: Final = {"adamw": 2, "adam": 2, "momentum": 1, "rmsprop": 1, "sgd": 0}
 """Number of optimizer states per parameter, each in the parameter's precision."""
 
 _WIDTHS: Final = (1, 2, 4, 8)
-"""Tensor-parallel sizes to compute by default for a configuration."""
+"""Default tensor-parallel sizes for a Hugging Face configuration; sizes that do not divide its heads are left out."""
 
 _LIMITS: Final = {
     "layers": ("layer", 10_000),

@@ -113,7 +113,7 @@ def read_schedule(path: str) -> ListedSchedule:
 
 
 def stage_lines(path: str) -> tuple[int, ...]:
-    """Return the line number of each stage in a plan's file; empty if the file cannot be read twice."""
+    """Return the line number of each stage in a plan's file; empty for standard input and pipes."""
     if not can_be_read_again(path):
         return ()
     document = Document.parse(path, read_text(path, _made_by(path, "plan")))

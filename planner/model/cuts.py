@@ -87,7 +87,7 @@ class PossibleCuts:
         self._last_trained = max(trained, default=0)
         self._states = {state.storage: state.name for state in recording.states}
         self.num_tried = 0
-        """Number of calls after which `choose` would cut if nothing prevented it."""
+        """Number of calls, of blocks or of modules outside blocks, after which `choose` tried to cut."""
 
     def crossing(self, cut: int, *, used_before: int = END + 1, with_unread: bool = False) -> CutCrossing:
         """Return the tensors that cross `cut`, because later code uses them.

@@ -75,7 +75,7 @@ class SampleCount:
     per_sample: tuple[int, ...]
     """Increase per sample of the recorded integer, or of each integer of the recorded `torch.Size`."""
     is_size: bool
-    """True if the integers form a `torch.Size`; otherwise there is a single integer."""
+    """True if the leaf is a `torch.Size`; False if it is a single integer."""
 
     def of(self, size: int) -> Any:
         """Return the value of the recorded integer or `torch.Size` in a batch of `size` samples."""

@@ -218,7 +218,10 @@ class _SmallParameters:
             group.update(_numbers(other))
 
     def step(self, step: int, scales: tuple[float, float]) -> dict[int, list[Tensor]]:
-        """Make a step; return the values, gradient, state and options of each parameter after the step."""
+        """Make a step. Return each parameter's new values, gradient, state and options, by index in `sample`.
+
+        `scales` are factors of the gradients of parameters with even and with odd indices.
+        """
         # Each step begins with the initial parameters, so that rounding errors do not add up in a long run.
         for n, tensor in self._tensors.items():
             tensor.data.copy_(self._initial[n])

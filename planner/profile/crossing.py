@@ -28,7 +28,7 @@ class LayerInputs:
     carrying: list[int]
     """Positions of the inputs that require gradients."""
     gradients: list[Tensor | None]
-    """Gradients of the inputs in `carrying`; empty until a backward has computed them."""
+    """Gradients of the inputs that require gradients, in the order of `carrying`; empty before the backward."""
 
     def gradient_of(self, position: int) -> Tensor | None:
         """Return the gradient of the input at `position`; None if there is none."""
@@ -92,7 +92,10 @@ def make_layer_inputs(
 
 
 def _copy_input(value: Any, output: Any, own_storages: frozenset[int]) -> Any:
-    """Return a copy of a traced input, in the memory of `output` if possible."""
+    """Return a copy of a traced input, if possible in the memory of `output`, an output of the previous layer.
+
+    Storages in `own_storages` are not overwritten.
+    """
     if not isinstance(value, Tensor):
         return value
     # An output without a gradient may be a table that the model keeps, so its memory is not overwritten.

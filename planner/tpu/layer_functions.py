@@ -205,7 +205,7 @@ class _ResidualPlan:
     The kinds are `argument`, `const`, `output` and `made`.
     """
     created: tuple[int, ...]
-    """Indices of the `made` values, which are no arguments, constants or outputs."""
+    """Index, among all values, of each `made` value: one that is not an argument, constant, output or literal."""
     passed: tuple[int, ...]
     residuals: tuple[Residual, ...]
 

@@ -145,10 +145,12 @@ class JaxTraining:
         return CompiledMemory(held, memory.temp_size_in_bytes)
 
     def print_memory(self, predicted_bytes: int, plan_bytes: int) -> ExitCode:
-        """Compile the step for the TPU that `train_jax.py --compile` names. Print its memory, and whether it fits.
+        """Print the memory per device that the step needs on a TPU, and whether the step fits.
+
+        The step is compiled for the TPU that `train_jax.py --compile` names.
 
         Args:
-            predicted_bytes: Predicted memory of every device, which is also printed.
+            predicted_bytes: Predicted memory per device, which is also printed.
             plan_bytes: Memory limit of the plan.
 
         Returns:

@@ -45,7 +45,7 @@ class _RowBlock(NamedTuple):
     stages: StageTable
     """Table that contains the stage of each row."""
     places: tuple[IntArray, IntArray]
-    """For each row, the two indices of its stage in `stages`."""
+    """For each row, the two indices of its stage in `stages`: by first layer, and by last layer."""
     received: FloatArray
     """Bytes that the stage of each row receives as input."""
 

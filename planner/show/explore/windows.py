@@ -1,4 +1,4 @@
-"""Stages in the interactive report: all stages of a short chain, or stages near the initial cuts."""
+"""Stages in the interactive report: all possible stages of a short chain, or only stages near the initial cuts."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

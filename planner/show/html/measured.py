@@ -60,7 +60,9 @@ _SCALES: tuple[tuple[Callable[[float], str], tuple[Quantity, ...]], ...] = (
     (percent, ("bubble",)),
     (format_bytes, ("peak_bytes",)),
 )
-"""Functions that return quantities as text, with their quantities. Bars of quantities in one entry have one scale."""
+"""Pairs: a function that returns a quantity as text, and the quantities for which it is used.
+
+Bars of the quantities of a pair have one scale, except the bar of the step time."""
 
 
 def _rows(figures: Sequence[ComparedFigure], text: Callable[[float], str], place: str) -> Iterator[list[str]]:

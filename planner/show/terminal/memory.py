@@ -42,7 +42,7 @@ _OTHER_COLOR = 132
 """Color of a component that has none in `_COLORS`."""
 
 _ENOUGH_TO_SEE = 0.25
-"""Share of the limits from which bars are scaled to the limits; otherwise the largest peak has the longest bar."""
+"""Share of the memory limit. If no peak reaches it, bars are scaled to the largest peak instead of the limit."""
 
 _LEVELS = "▁▂▃▄▅▆▇█"
 

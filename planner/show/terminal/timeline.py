@@ -29,8 +29,9 @@ _BY_LETTER: Mapping[str, ActionKind] = {kind.letter: kind for kind in KINDS.valu
 """Kind of action for each letter. An event whose `kind` is not one of these letters is a transfer."""
 
 _FILLS = ("░▒", "▓█", "▓█", "─═")
-"""Fills of boxes for each kind of action; chunks of a device use the characters of a fill in turn. A backward and an
-input-gradient pass have the same fill, but different letters."""
+"""Fill characters of boxes, by kind of action; chunks of a device use the characters in turn.
+
+Backwards and input-gradient passes have the same characters. Their labels differ: `B` and `I`."""
 
 _MIN_TICK_COLUMNS = 10
 _REMARK = " with any recomputation"

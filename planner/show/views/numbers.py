@@ -22,7 +22,7 @@ class TimeUnit:
 
     @classmethod
     def fitting(cls, times_us: Iterable[float]) -> "TimeUnit":
-        """Return the unit and number of decimals for a column with these times."""
+        """Return the unit, including its number of decimals, for a column with these times."""
         largest = max(times_us, default=0.0)
         unit, factor = ("us", 1.0) if largest < 1e3 else ("ms", 1e3) if largest < 1e7 else ("s", 1e6)
         decimals = next((d for d, limit in ((3, 10), (2, 100)) if largest / factor < limit), 1)
