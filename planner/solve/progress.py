@@ -26,7 +26,7 @@ _MOST_SIMULATED = 20_000
 """Largest number of partitions that a search simulates completely to prove the best one optimal."""
 
 _MOST_ACTIONS = 2_000_000
-"""Number of actions simulated in one search without a limit: some seconds."""
+"""Default limit on the actions that one search simulates, which takes some seconds."""
 
 _FEW_BLOCKS = 8
 """Largest number of batches that a search with a limited budget simulates to prove the best partition optimal."""

@@ -1,6 +1,6 @@
 """Compute the parts of a stage's memory. A part is an allocation, such as the activations of one micro-batch.
 
-The letters are those of docs/cost-model.md, for one micro-batch unless noted:
+The letters of docs/cost-model.md are sizes, for one micro-batch unless noted:
 
     I   received input                          G   gradients of the stage's parameters (per step)
     O   output                                  T   autocast weight cache (per step)
@@ -13,7 +13,7 @@ The letters are those of docs/cost-model.md, for one micro-batch unless noted:
     A = I + S + R    micro-batch that waits with its activations
     E = I + O + J    micro-batch that waits to be recomputed
 
-Parts of a stage that is neither the first nor the last, if each layer has a `MemoryDetail`:
+Each row is one part, for a stage that is neither the first nor the last, if each layer has a `MemoryDetail`:
 
                 not recomputed          recomputed
     held        A                       E
@@ -23,9 +23,9 @@ Parts of a stage that is neither the first nor the last, if each layer has a `Me
 
 In the row `message`, b is the peak while gradients are sent. A recomputation has ended by then.
 
-The first backward and the last micro-batch have parts of their own. G, T, O' and the gradient of I are also parts. With
-a split backward, each pass has its own peaks, and `weight_held` is what a micro-batch stores between the passes.
-`planner.core.cost.peak_points` counts the parts at each point in the step.
+The first backward and the last micro-batch have parts of their own. Further parts are G, T, I, O' and the gradient of
+the received input. With a split backward, each pass has its own peaks, and a micro-batch stores the part `weight_held`
+between the passes. `planner.core.cost.peak_points` counts the parts at each point in the step.
 
 Without `MemoryDetail`, the parts are an upper bound: the sum of all bytes that may exist. Compiled layers have a memory
 model of their own (`planner.core.cost.chain_costs.LayerMemoryModel`).

@@ -102,7 +102,7 @@ _NAMES: Final[Mapping[str, tuple[str, str]]] = {
     "I": ("input_backward_us", "last_input_backward_us"),
     "W": ("weight_backward_us", "weight_backward_us"),
 }
-"""Fields of `StageTimes` with the durations of each kind of action, and of the last micro-batch's actions."""
+"""Fields of `StageTimes` with durations, by action letter: for all micro-batches except the last, and for the last."""
 
 
 class DeviceSpans(NamedTuple, Generic[Clock]):

@@ -65,11 +65,11 @@ class SplitBackwardMemory:
     first_input: FloatArray
     """Highest memory in the first micro-batch's I, including the stage's output and the gradients that I creates."""
     input: FloatArray
-    """Highest memory in any other I, including the stage's output."""
+    """Highest memory in any I except the first micro-batch's, including the stage's output."""
     first_weight: FloatArray
     """Highest memory in the first micro-batch's W, including the gradients that W creates."""
     weight: FloatArray
-    """Highest memory in any other W."""
+    """Highest memory in any W except the first micro-batch's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -54,7 +54,10 @@ def waiting_gradients(
     ends: IntArray,
     converts: bool = True,
 ) -> Iterator[WaitingGradients]:
-    """Yield the waiting gradients of all stages, for one group of stages with the same shared parameters at a time.
+    """Yield the gradients of shared parameters that wait for the backward of an earlier layer, by group of stages.
+
+    Stages begin at `firsts` and end at `ends`, in all combinations. First layers with equal results form a group. First
+    layers without waiting gradients are in no group.
 
     Args:
         costs: Costs of the layers.

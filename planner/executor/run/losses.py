@@ -20,7 +20,7 @@ from planner.model.stand_ins import UnreadOutput
 from planner.model.user_errors import explain_user_errors
 
 UNCOUNTED: Final = object()
-"""Placeholder of targets without items, whose mean would be 0 / 0."""
+"""Placeholder for the targets of a micro-batch if `loss_count` returns 0, because their mean loss would be 0 / 0."""
 
 
 def loss_counts(loss_count: Callable[[Any], Any], targets: Sequence[Any], source: str) -> list[float]:

@@ -45,7 +45,7 @@ class _Entry:
     clone: Tensor | None = None
     """Copy-on-write clone of the value; None if torch cannot make one."""
     version: int = 0
-    """Version counter of a tensor without a clone, to detect writes."""
+    """Autograd's version counter of the value, to detect writes; read only if `clone` is None."""
     is_changed: bool = False
     """True if the forward that began with this value changed it."""
 
@@ -86,7 +86,7 @@ class _StateTensors:
 
     entries: list[_Entry]
     names: list[Any]
-    """Number of buffers of each module, and names of all buffers, to detect buffers that were added or renamed."""
+    """Number of buffers of each module, followed by the names of all buffers; detects added and renamed buffers."""
     values: list[Any]
     """Buffers, frozen parameters and tensors in attributes."""
     plain: list[Tensor]

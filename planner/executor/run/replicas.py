@@ -135,7 +135,7 @@ class _Bucket:
         self.parameters = parameters
         self._group = group
         self._flat = torch.empty(0)
-        """Summed tensor of all gradients of the bucket, from start to finish."""
+        """Gradients of the bucket in one tensor, to sum over replicas; empty before `start()` and after `finish()`."""
         self._sums: Sequence[Tensor] = ()
         self._work: dist.Work | None = None
 

@@ -31,7 +31,7 @@ _ROUNDING = 1e-4
 _ROUNDING_OF_SUMS = 1e-2
 """Largest relative rounding error of a factor that is computed from differences of weights."""
 _SMALL = 1e-3
-"""Gradients that are smaller than this share of the largest one are too inaccurate to compute a factor."""
+"""Weights and gradients below this share of the largest one are ignored when factors of `ScriptRecord` are computed."""
 
 _HINT = (
     "decide by values that all ranks have: the loss, or the norm that `pipeline.clip_gradients(max_norm)` returns "
@@ -40,7 +40,7 @@ _HINT = (
 
 
 class ScriptRecord(NamedTuple):
-    """Changes that the script has made on one rank."""
+    """Changes that the training script has made to weights, gradients and learning rates on one rank."""
 
     optimizer_steps: int = 0
     """Number of calls of `step()` of all optimizers."""

@@ -4,9 +4,9 @@ import time
 from typing import Any
 
 ANY = -1
-"""Value of `waits_for` for a wait for any stage."""
+"""Value of `RankActivity.waits_for` while the rank waits, but for no particular stage."""
 STORE = -2
-"""Value of `waits_for` for a wait for all ranks over the key-value store."""
+"""Value of `RankActivity.waits_for` while the rank waits for all ranks, over the key-value store."""
 
 _OUTSIDE = ("at the start", "joining the others", "building the model", "between steps")
 """Activities outside of steps."""

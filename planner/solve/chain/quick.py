@@ -18,7 +18,7 @@ _TABLE_ACTIONS: Final = 2_000
 """Time per case to compute tables, in simulated actions."""
 
 _SIMULATIONS: Final = 4
-"""Number of simulated steps per case: enough to order the actions, and to simulate one batch of partitions."""
+"""Number of steps that may be simulated per case. The action order counts as 3, one batch of partitions as 1."""
 
 
 def quick_answers(cases: Sequence[Case], deadline: Deadline, *, upper_us: float) -> list[Answer]:

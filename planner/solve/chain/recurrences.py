@@ -138,7 +138,7 @@ class Recurrence(Protocol):
 
 
 class GPipeRecurrence:
-    """Recurrence of GPipe.
+    """Recurrence of the dynamic program over cuts that computes exact step times under GPipe.
 
     Args:
         micro_batches: Number of micro-batches.
@@ -209,7 +209,7 @@ class GPipeRecurrence:
 
 
 class OneForwardOneBackwardRecurrence:
-    """Recurrence of 1F1B; its step times are lower bounds."""
+    """Recurrence of the dynamic program over cuts that computes lower bounds of step times under 1F1B."""
 
     size = 4
     rank_is_time = True

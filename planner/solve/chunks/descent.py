@@ -26,7 +26,7 @@ from planner.solve.progress import Progress
 from planner.solve.space.partitions import Evaluator
 
 ROWS = 128
-"""Number of moves in a batch."""
+"""Default number of cut moves that a local search simulates together."""
 
 BATCH = 400
 """Time to choose a batch of moves and their recomputation, in simulated actions."""

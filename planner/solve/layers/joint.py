@@ -44,8 +44,8 @@ _ORDER, _CELLS = 3, 5
 """
 
 _MOST_SOLVED, _FEW_SOLVED = 400, 40
-"""Largest number of stages whose layers are chosen exactly, so that all partitions with a bound below the best step
-time can be simulated: with an unlimited and with a limited budget."""
+"""Largest number of stages whose recomputed layers are chosen before all remaining partitions are simulated: with an
+unlimited and with a limited budget. If more stages need a choice, a local search runs instead."""
 
 
 def search_gpipe_by_layers(case: Case, *, upper_us: float = np.inf, deadline: Deadline = NEVER) -> Answer:

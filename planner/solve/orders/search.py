@@ -40,7 +40,7 @@ _SHARE = 6
 """Divisor of the budget left; one search for cuts, or for an order, may use the quotient."""
 
 _SHARE_FROM_BEST = 2
-"""Divisor of the budget left for one search for an order, if the search starts from the best plan."""
+"""Divisor of the budget left; if the start is the best plan, one search for an order may use the quotient."""
 
 _OF_BOUND = 4
 """Divisor of the budget spent so far; the computation of a lower bound for all partitions may use the quotient."""
