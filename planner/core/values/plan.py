@@ -275,7 +275,7 @@ class FrontierPoint:
     replicas: int = field(default=1, metadata=LEFT_OUT)
     tensor_parallel: int = field(default=1, metadata=LEFT_OUT)
     fits: bool = True
-    """True if there is such a plan; otherwise all figures are 0."""
+    """True if a plan that fits was found for this point; otherwise the figures of the plan are 0."""
     schedule: ScheduleName = "gpipe"
     devices: int = 0
     """Number of devices of each pipeline (K)."""

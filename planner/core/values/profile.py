@@ -126,11 +126,11 @@ class MemoryDetail:
     first_backward_peak_bytes: int
     """Peak during the first micro-batch's backward, including saved tensors and the new parameter gradients."""
     backward_peak_bytes: int
-    """Peak during any other backward, including saved tensors, without parameter gradients."""
+    """Peak during any backward except the first, including saved tensors, without parameter gradients."""
     end_first_backward_peak_bytes: int | None = None
     """Peak during the first backward if the layer ends a stage, including its outputs and their gradients."""
     end_backward_peak_bytes: int | None = None
-    """Peak during any other backward if the layer ends a stage, including its outputs and their gradients."""
+    """Peak during any backward except the first, including outputs and their gradients, if the layer ends a stage."""
     writes_input: bool = False
     """True if the layer writes into its input. A stage that begins with such a layer works on a copy."""
     target_bytes: int = 0
@@ -161,19 +161,19 @@ class SplitMemory:
     first_input_peak_bytes: int
     """Peak during the first micro-batch's I, including the parameter gradients that I creates."""
     input_peak_bytes: int
-    """Peak during any other I."""
+    """Peak during any I except the first."""
     output_first_input_peak_bytes: int | None = None
     """Peak during the first I if the next layer keeps this layer's outputs for its W, including these outputs."""
     output_input_peak_bytes: int | None = None
-    """Peak during any other I if the next layer keeps this layer's outputs for its W, including these outputs."""
+    """Peak during any I except the first, including this layer's outputs, if the next layer keeps them for its W."""
     end_first_input_peak_bytes: int | None = None
     """Peak during the first I if the layer ends a stage, including its outputs and their gradients."""
     end_input_peak_bytes: int | None = None
-    """Peak during any other I if the layer ends a stage, including its outputs and their gradients."""
+    """Peak during any I except the first, including outputs and their gradients, if the layer ends a stage."""
     first_weight_peak_bytes: int
     """Peak during the first W, including the parameter gradients that W creates."""
     weight_peak_bytes: int
-    """Peak during any other W."""
+    """Peak during any W except the first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,7 +227,7 @@ class ProgramMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TiedGroup:
-    """Parameters of one layer that the same earlier layers share."""
+    """Parameters of one layer that are all shared with the same earlier layers."""
 
     layers: tuple[str, ...]
     """Names of the earlier layers, in order."""
@@ -271,7 +271,7 @@ class LayerProfile:
     """Transient memory when the optimizer has updated the previous layer and begins with this layer."""
     forward_us: tuple[float, ...]
     backward_us: tuple[float, ...]
-    """Backward time, without recomputation."""
+    """Backward times without recomputation, one for each micro-batch size."""
     backward_input_us: tuple[float, ...] = ()
     """Time of the input-gradient pass (I), and the time by which a forward takes longer if its backward is split."""
     backward_weight_us: tuple[float, ...] = ()
@@ -279,9 +279,9 @@ class LayerProfile:
     spread: tuple[float, ...] = ()
     """Half-width of the 95 % interval of forward plus backward time, divided by that time."""
     output_bytes: tuple[int, ...]
-    """Bytes of all tensors that cross the boundary after this layer."""
+    """Bytes of all tensors that cross the boundary after this layer, one sum for each micro-batch size."""
     saved_bytes: tuple[int, ...]
-    """Bytes that this layer saves for backward; see `docs/cost-model.md`."""
+    """Bytes that this layer saves for backward, for each micro-batch size; see `docs/cost-model.md`."""
     weight_held_bytes: tuple[int, ...] = ()
     """Memory that this layer stores between the two passes of a split backward."""
     forward_peak_bytes: tuple[int, ...] = ()

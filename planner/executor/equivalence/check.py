@@ -50,7 +50,8 @@ from planner.model.reference_state import ReferenceState
 from planner.model.seeding import seed_process
 
 _MOST_ATTEMPTS = 4
-"""Number of attempts in `_first_successful_attempt`."""
+"""Largest number of attempts of the equivalence check: with random and with the user's parameter values, each with one
+and with two samples per micro-batch."""
 
 
 class EquivalenceResult(NamedTuple):

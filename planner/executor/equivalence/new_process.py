@@ -35,7 +35,9 @@ def check_without_gpu(
     progress: Callable[[str], None] = lambda _text: None,
     **options: Any,
 ) -> EquivalenceResult:
-    """Compare the stages of a model with a plain training loop, in a new process if a GPU is visible.
+    """Compare the stages of a model with a plain training loop, on the CPU.
+
+    If a GPU is visible, the comparison runs in a new process that does not see it.
 
     Args:
         loaded: The model.

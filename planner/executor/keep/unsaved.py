@@ -38,7 +38,11 @@ _STORED = ("state", "param_groups", "defaults", "step")
 
 
 def further_objects(stages: Sequence[StageModule], optimizer: Optimizer) -> dict[str, Any]:
-    """Return further objects to store in a checkpoint, by name."""
+    """Return objects whose `state_dict()` a checkpoint stores in addition to tensors of model and optimizer, by name.
+
+    One object has the extra state of modules. Another object has the state that belongs to no parameter, if the
+    optimizer is not from `torch.optim`.
+    """
     objects: dict[str, Any] = {}
     if not type(optimizer).__module__.startswith("torch.optim"):
         objects["optimizer"] = _OptimizerState(optimizer)

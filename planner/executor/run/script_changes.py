@@ -78,7 +78,7 @@ class ScriptChanges:
         self._at_optimizer_end: _Elements | None = None
         self._random = 0
         self._ratios: dict[str, float] = {}
-        """First known ratio of each factor to that of the previous rank."""
+        """First ratio of each `ScriptRecord` factor on this rank to the previous rank's, measured when neither is 0."""
         self.record = NO_RECORD
 
     def begin_block(self) -> None:

@@ -36,7 +36,8 @@ from planner.solve.deadline import NEVER, Deadline
 from planner.solve.space.problem import NO_LIMIT, Bottlenecks, ChainProblem
 
 _MOST_LABELS, _ENOUGH_LABELS = 400, 5000
-"""Numbers of partial plans above which a box is divided: with equally many stages, and in total."""
+"""Limits on partial plans in the dynamic program of a `_Box`: with equally many stages, and in total. If both are
+exceeded, the box is divided."""
 
 _GROWTH = 1.5
 """Factor of `_ENOUGH_LABELS` per division of a box. Some boxes do not become easier by division."""
@@ -51,7 +52,7 @@ class _Box(NamedTuple):
     """Plans whose largest forward and backward times are between `least` and `most`."""
 
     bound_us: float
-    """Lower bound of the step times of these plans."""
+    """Lower bound of the step times of the plans in the box."""
     number: int  # Boxes of equal bound are sorted by their order of creation.
     least: Bottlenecks
     most: Bottlenecks

@@ -63,7 +63,7 @@ class _Node(NamedTuple):
     """Solution of the linear program under some decisions. Nodes are sorted by step time."""
 
     step: float
-    """Smallest step time under these decisions, in the units of the linear program."""
+    """Smallest step time under the decisions in `decided`, in the units of the linear program."""
     number: int
     """Position in the order of creation; sorts nodes of equal step time."""
     decided: frozenset[_Decision]

@@ -82,7 +82,7 @@ class RecomputeColumns(NamedTuple):
     """Variables and constraints of the linear program for the recomputation of one stage."""
 
     columns: list[dict[int, int]]
-    """For each recompute option and layer: column of the share of the layer that the stage recomputes."""
+    """For each recompute option, by layer: column of the variable (0 to 1) for the share of the layer to recompute."""
     rows: dict[int, int]
     """For each layer: row of the constraint that the stage recomputes no more than its share of the layer."""
 

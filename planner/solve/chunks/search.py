@@ -48,8 +48,8 @@ _MOST_OF_SEARCH_ALONE = 400_000
 """Largest number of actions of one descent: about half a second."""
 
 _LONG_STEP, _ROWS = 1000, 512
-"""Number of actions of a step from which batches are larger, and the number of moves of these batches. The simulation
-of 512 moves takes little longer than the simulation of 128."""
+"""Smallest number of actions of a long step, and number of cut moves to simulate together if the step is long. The
+simulation of 512 moves takes little longer than the simulation of 128."""
 
 _MOST_OF_BOUND_ALONE = 400_000
 """Longest time to solve a linear program with an unlimited budget, in simulated actions."""

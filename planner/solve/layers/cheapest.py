@@ -44,7 +44,8 @@ RELATIVE = 1e-12
 """Relative difference above which a time counts as shorter. Rounding errors are smaller."""
 
 _FEW_CANDIDATES = 64
-"""Number of candidates kept in the first run. Its choice lets the second run drop most candidates."""
+"""Number of candidates kept in the first run of the dynamic program. The time of the best one is the time to beat in a
+second run."""
 
 _MANY_CANDIDATES = 1 << 16
 """Number of candidates kept in a run that ignores time and finds any choice that fits."""

@@ -40,7 +40,7 @@ _SAFE = 1 - 1e-9
 """Factor that lowers the bound, because sums are rounded."""
 
 _HALVINGS = 50
-"""Number of steps of the binary search for the smallest T."""
+"""Number of steps of the binary search for the lower bound of the step time."""
 
 
 def least_us_in_any_order(case: "Case") -> float:
