@@ -49,19 +49,27 @@ def weight_cast_cache(precision: Precision, device: torch.device) -> AbstractCon
     """Return a context manager in which autocast keeps its cached weight copies. It does not enable autocast."""
     # Autocast clears the cache when its outermost context ends. This context is the outermost.
     dtype = _AUTOCAST.get(precision)
-    return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype, enabled=False)
+    if dtype is None:
+        return nullcontext()
+    if device.type != "cpu":
+        _keep_casts_in_backwards(device)
+    return torch.autocast(device.type, dtype=dtype, enabled=False)
 
 
-@contextmanager
-def keep_weight_casts() -> Iterator[None]:
-    """Keep autocast's cached weight copies when an autocast context ends in the `with` block."""
-    # A backward on a GPU runs in another thread, outside of `weight_cast_cache`. In a backward that recomputes layers,
-    # autocast would clear the cache of all threads when the first context in that thread ends.
+@cache
+def _keep_casts_in_backwards(device: torch.device) -> None:
+    # A device's backwards run in a thread of their own, outside of `weight_cast_cache`. There, the end of an autocast
+    # context would clear the cache of all threads, for example after a recomputation. With a context that never ends in
+    # that thread, only `weight_cast_cache` clears it.
+    with torch.enable_grad():
+        result = torch.zeros((), device=device, requires_grad=True) + 0
+    assert result.grad_fn is not None
+    result.grad_fn.register_prehook(_begin_endless_context)
+    result.backward()
+
+
+def _begin_endless_context(_gradients: Any) -> None:
     torch.autocast_increment_nesting()
-    try:
-        yield
-    finally:
-        torch.autocast_decrement_nesting()  # unlike the end of a context, this clears nothing
 
 
 def caching_only_with_graph() -> AbstractContextManager[None]:

@@ -18,6 +18,7 @@ from planner.device.cuda import Cuda, CudaClock, CudaMemoryMeter
 from planner.device.kinds import kind_of
 from planner.device.meter import MemoryUsage
 from planner.executor.measure.recorder import WARM_UP_STEPS, RunRecorder
+from planner.model.autocast import weight_cast_cache
 from planner.model.chain import chain_of, run_layers
 from planner.model.load import Batch, LoadedModel, to_device
 from planner.profile import ProfilerOptions, profile_model
@@ -161,6 +162,21 @@ def test_recorded_times_lie_within_the_step() -> None:
     assert again.end_ns <= backward.end_ns <= optimizer.start_ns <= optimizer.end_ns <= end + slack_ns
     assert forward.end_ns - forward.start_ns > 1_000_000
     assert recorder.peak.outside_bytes > 0
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_recomputation_keeps_cached_copies_of_weights(*, use_reentrant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Backwards of a GPU run on a thread of their own, on which recomputation is the outermost autocast context."""
+    cleared: list[bool] = []
+    layer, value = nn.Linear(8, 8, device=CUDA), torch.randn(4, 8, device=CUDA, requires_grad=True)
+    with weight_cast_cache("bf16-mixed", CUDA):
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            result = torch.utils.checkpoint.checkpoint(layer, value, use_reentrant=use_reentrant)
+        monkeypatch.setattr(torch, "clear_autocast_cache", lambda: cleared.append(True))
+        result.float().sum().backward()
+        assert layer.weight.grad is not None
+        assert not cleared
+    assert cleared
 
 
 def test_the_equivalence_check_runs_beside_cuda() -> None:

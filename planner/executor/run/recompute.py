@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from planner.executor.run.parts import extract_tensors
-from planner.model.autocast import caching_only_with_graph, keep_weight_casts
+from planner.model.autocast import caching_only_with_graph
 
 Tensors = tuple[Tensor, ...]
 
@@ -93,7 +93,6 @@ class _Recomputing(torch.autograd.Function):
         # The inputs become leaves, so that the graph of this run ends at them.
         inputs = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in ctx.saved_tensors]
         with ExitStack() as stack:
-            stack.enter_context(keep_weight_casts())
             # Restore the autocast state of the forward, because the engine runs backwards without autocast.
             for kind, enabled, dtype in ctx.autocast:
                 stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype))

@@ -4,7 +4,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import pytest
@@ -22,7 +21,6 @@ from planner.executor.run.random_state import StepSeeds
 from planner.executor.run.recompute import RecomputedLayer, run_recomputed
 from planner.executor.run.shapes import ChainShapes, chain_shapes
 from planner.executor.run.stage_module import StageModule
-from planner.model.autocast import weight_cast_cache
 from planner.model.chain import chain_of
 from planner.model.load import LoadedModel, load_model
 from tests.support.measure import loaded_model, profile_of_model
@@ -455,18 +453,3 @@ def test_recomputation_uses_the_autocast_state_of_the_forward() -> None:
     again, layer.weight.grad = layer.weight.grad, None
     plain.sum().backward()
     assert torch.equal(again, layer.weight.grad)
-
-
-def test_a_backward_on_another_thread_keeps_the_cached_copies_of_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Backwards of a GPU run on a thread of their own, on which recomputation is the outermost autocast context."""
-    cleared: list[bool] = []
-    layer, value = nn.Linear(8, 8), torch.randn(4, 8)
-    with weight_cast_cache("bf16-mixed", torch.device("cpu")):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            made = run_recomputed(lambda x: layer(x).float(), RecomputedLayer(False, (True,)), value)
-        monkeypatch.setattr(torch, "clear_autocast_cache", lambda: cleared.append(True))
-        backward = Thread(target=made.sum().backward)
-        backward.start()
-        backward.join()
-        assert layer.weight.grad is not None
-        assert not cleared
