@@ -22,7 +22,6 @@ from planner.core.cost.memory import peak_bytes_of_stages, stage_memory
 from planner.core.cost.partition import Partition
 from planner.core.cost.peak_points import PARTS, PeakPoints, peak_part_counts, stage_peak_points
 from planner.core.cost.simulate import makespans
-from planner.core.cost.stage_time import shared_gradient_bytes
 from planner.core.errors import UsageError
 from planner.core.schedule import SCHEDULES, Action
 from planner.core.values.plan import Inputs, Recompute, ScheduleName
@@ -242,8 +241,10 @@ class Block:
         for d in range(num):
             table = np.zeros(self.tables.forward.shape[:2])
             for first, end in self.tables.ways:
-                gradient_bytes = costs.gradients[first:end].sum() - shared_gradient_bytes(costs.ties, first, end)
-                table[first, end] = costs.optimizer_us[first:end].sum() / cluster.speed(d)
+                twice = [tie for tie in costs.ties if first <= tie.first and tie.second < end]
+                gradient_bytes = costs.gradients[first:end].sum() - sum(tie.gradient_bytes for tie in twice)
+                optimizer_us = costs.optimizer_us[first:end].sum() - sum(tie.optimizer_us for tie in twice)
+                table[first, end] = optimizer_us / cluster.speed(d)
                 table[first, end] += cluster.allreduce_us(gradient_bytes, self.replicas)
             for s in range(d, num * self.chunks, num):
                 own[:, d] += table[self.cuts[:, s], self.cuts[:, s + 1]]

@@ -38,6 +38,8 @@ class TiedParameters:
     parameter_bytes: float
     gradient_bytes: float
     optimizer_bytes: float
+    optimizer_us: float = 0.0
+    """Time of the optimizer's step for these parameters."""
     cast_bytes: float = 0.0
     sum_bytes: float = 0.0
     """Bytes of the largest tensor that autograd allocates for the sum of both layers' gradients; 0 if it adds in place.

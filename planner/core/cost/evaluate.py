@@ -22,7 +22,7 @@ from planner.core.cost.stage_time import (
     busy_times,
     optimizer_delay_us,
     optimizer_slack_us,
-    shared_gradient_bytes,
+    shared_costs,
     split_backward_times,
 )
 from planner.core.cost.step_time import gpipe_step_us
@@ -112,7 +112,7 @@ class Evaluation:
         """Time to all-reduce each stage's gradients over the replicas, in microseconds."""
         costs = self.costs
         sizes = (
-            costs.gradients[first:end].sum() - shared_gradient_bytes(costs.ties, first, end)
+            costs.gradients[first:end].sum() - shared_costs(costs.ties, "gradient_bytes", first, end)
             for first, end in self.partition.intervals()
         )
         return tuple(float(self.cluster.allreduce_us(size, self.partition.replicas)) for size in sizes)
@@ -120,10 +120,11 @@ class Evaluation:
     @cached_property
     def between_steps_us(self) -> FloatArray:
         """Time of all-reduces and optimizer steps of each device after its last action, in microseconds."""
-        partition, own_us = self.partition, np.zeros(self.partition.num_devices)
+        partition, costs, own_us = self.partition, self.costs, np.zeros(self.partition.num_devices)
         for k, ((first, end), sum_us) in enumerate(zip(partition.intervals(), self.replica_sums_us, strict=True)):
             speed = self.cluster.speed(partition.device_of(k))
-            own_us[partition.device_of(k)] += float(self.costs.optimizer_us[first:end].sum() / speed) + sum_us
+            optimizer_us = costs.optimizer_us[first:end].sum() - shared_costs(costs.ties, "optimizer_us", first, end)
+            own_us[partition.device_of(k)] += float(optimizer_us / speed) + sum_us
         if self._splits_backward and partition.replicas > 1:
             # While a device still runs other chunks, the gradients of a finished chunk are already summed.
             own_us -= early_allreduces_us(self.actions, self.stage_times, self.replica_sums_us)

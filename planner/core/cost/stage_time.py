@@ -14,7 +14,7 @@ differences of entries of `ChainSums`.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -153,17 +153,23 @@ def optimizer_delay_us(own_us: FloatArray, slack_us: FloatArray) -> FloatArray:
     return tail
 
 
-def shared_gradient_bytes(ties: Sequence[TiedParameters], first: IntArray | int, end: IntArray | int) -> FloatArray:
-    """Return the gradient bytes that two layers of a stage share.
+def shared_costs(
+    ties: Sequence[TiedParameters],
+    cost: Literal["gradient_bytes", "optimizer_us"],
+    first: IntArray | int,
+    end: IntArray | int,
+) -> FloatArray:
+    """Return the costs of parameters that two layers of a stage share. The sum over layers counts them twice.
 
     Args:
         ties: Shared parameters of the chain.
+        cost: Field of `TiedParameters`.
         first: First layer of each stage.
         end: One past the last layer of each stage; arrays are broadcast.
     """
     shared = np.zeros(np.broadcast_shapes(np.shape(first), np.shape(end)))
     for tie in ties:
-        shared += np.where((first <= tie.first) & (tie.second < end), tie.gradient_bytes, 0.0)
+        shared += np.where((first <= tie.first) & (tie.second < end), getattr(tie, cost), 0.0)
     return shared
 
 
@@ -258,11 +264,12 @@ class ChainSums:
             end: One past the last layer of each stage; arrays are broadcast.
             speed: Speed of the stage's device, relative to the profiled device.
         """
-        optimizer_us = (self.optimizer_us[end] - self.optimizer_us[first]) / speed
+        optimizer_us = self.optimizer_us[end] - self.optimizer_us[first]
+        optimizer_us = (optimizer_us - shared_costs(self.costs.ties, "optimizer_us", first, end)) / speed
         return optimizer_us if self.replicas == 1 else optimizer_us + self.replica_sums_us(first, end)
 
     def replica_sums_us(self, first: IntArray, end: IntArray) -> FloatArray:
         """Return the time of each stage's gradient all-reduce over the replicas, in microseconds."""
         gradient_bytes = self.gradient_bytes[end] - self.gradient_bytes[first]
-        unshared_bytes = gradient_bytes - shared_gradient_bytes(self.costs.ties, first, end)
+        unshared_bytes = gradient_bytes - shared_costs(self.costs.ties, "gradient_bytes", first, end)
         return self.cluster.allreduce_us(unshared_bytes, self.replicas)

@@ -16,7 +16,7 @@ def tied_parameters_of(layers: Sequence[LayerProfile]) -> tuple[TiedParameters, 
     for second, layer in enumerate(layers):
         if not layer.tied:
             continue
-        trained = _least_tied_gradient_bytes(layer)
+        trained, created_bytes = _least_tied_gradient_bytes(layer), max(1, layer.created_gradient_bytes)
         for first, size, is_pair_known, earlier in _sharing_layers(layers, second):
             shared_bytes = trained * size / layer.tied_bytes
             ties.append(
@@ -25,7 +25,8 @@ def tied_parameters_of(layers: Sequence[LayerProfile]) -> tuple[TiedParameters, 
                     second=second,
                     parameter_bytes=size,
                     gradient_bytes=shared_bytes,
-                    optimizer_bytes=layer.optimizer_bytes * shared_bytes / max(1, layer.created_gradient_bytes),
+                    optimizer_bytes=layer.optimizer_bytes * shared_bytes / created_bytes,
+                    optimizer_us=layer.optimizer_us * shared_bytes / created_bytes,
                     sum_bytes=min(float(layer.tied_view_bytes), shared_bytes),
                     converted_bytes=min(2 * _least_tied_cast_bytes(layer, size), shared_bytes),
                     cast_bytes=min(_least_tied_cast_bytes(layers[first], size), _least_tied_cast_bytes(layer, size)),

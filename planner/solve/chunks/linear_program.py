@@ -210,8 +210,13 @@ class LinearProgram:
         sends = [self._send(s) for s in range(self._S)]
         times = StageDurations(durations, last, sends, evaluator.blocking.tolist())
         carried = device_spans(evaluator.actions, times, begin=LinearExpression(), later_of=self._maximum)
+        # Tied parameters are updated once if both layers are in one stage, which the columns do not say.
+        twice_us = sum(tie.optimizer_us for tie in costs.ties)
         own = [
-            sum((self._stage_sum(s, costs.optimizer_us / (speeds[s] * unit)) for s in chunks), start=LinearExpression())
+            sum(
+                (self._stage_sum(s, costs.optimizer_us / (speeds[s] * unit)) for s in chunks),
+                start=LinearExpression({}, -twice_us / (speeds[chunks[0]] * unit)),
+            )
             for chunks in evaluator.stages_by_device
         ]
         step = LinearExpression({self.step: 1.0})

@@ -69,7 +69,8 @@ def _least_recomputation_us(case: "Case") -> float:
     if costs.memory_model is not None:
         return 0.0  # the memory model of compiled programs
     speeds = sum(case.cluster.speed(d) for d in range(case.num_devices))
-    work_us = float(num * (costs.forward_us + case.least_backward_us).sum() + costs.optimizer_us.sum()) / speeds
+    optimizer_us = costs.optimizer_us.sum() - sum(tie.optimizer_us for tie in costs.ties)
+    work_us = float(num * (costs.forward_us + case.least_backward_us).sum() + optimizer_us) / speeds
     state = costs.state.always if costs.exact else costs.state.always + costs.gradients
     shared = sum(tie.parameter_bytes + tie.gradient_bytes + tie.optimizer_bytes for tie in costs.ties)
     room = sum(case.limits_bytes) - float(state.sum()) + shared + _ROUNDED_BYTES * costs.num_layers

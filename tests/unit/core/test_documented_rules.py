@@ -91,3 +91,19 @@ def test_interleaved_with_one_chunk_is_1f1b_with_a_longer_warm_up(devices: int, 
         kinds = "".join(action.kind for action in row)
         assert kinds.index("B") == min(micro_batches, 2 * (devices - 1 - device) + 1)
         assert kinds.count("F") == kinds.count("B") == micro_batches
+
+
+@pytest.mark.parametrize(
+    ("balance", "expected_us"), [((3,), [40 + 10 + 30]), ((2, 1), [40 + 10, 130]), ((1, 2), [40, 10 + 130])]
+)
+def test_a_stage_updates_tied_parameters_once(balance: tuple[int, ...], expected_us: list[float]) -> None:
+    """The head has 130 bytes of gradients, 100 of which are shared."""
+    assert "counts tied parameters once per stage" in PAGE
+    profile = chain(
+        layer("wte", parameter_bytes=100, optimizer_us=40.0, tied=("lm_head.weight",), tied_bytes=100),
+        layer("h.0", parameter_bytes=7, optimizer_us=10.0),
+        layer("lm_head", parameter_bytes=130, optimizer_us=130.0, tied=("wte.weight",), tied_bytes=100),
+    )
+    cuts = Partition(schedule="gpipe", micro_batches=2, balance=balance, recompute=("never",) * len(balance))
+    evaluation = Evaluation(costs_at(profile, 1), cuts, Cluster(memory_bytes=UNLIMITED))
+    assert evaluation.between_steps_us[: len(balance)].tolist() == pytest.approx(expected_us)
