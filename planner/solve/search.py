@@ -36,11 +36,11 @@ from planner.solve.request import Request
 from planner.solve.space.case import Case
 
 _FAR: Final = 1.12
-"""Ratio of a named schedule's step time to the fastest one above which no action orders are searched for its number of
-chunks, because such searches made plans up to 9.5 % faster."""
+"""Limit on the step time of a case under named schedules, relative to the fastest plan. Above this limit, no action
+orders are searched for the case, because searches for action orders made plans at most 9.5 % faster."""
 
 _CLOSE: Final = 1.05
-"""Like `_FAR`, over several widths."""
+"""Value used instead of `_FAR` if several tensor-parallel widths are searched."""
 
 _CLEARLY: Final = 1.01
 """Ratio of step times above which no action orders are searched from the best plan with a named schedule, because a
@@ -48,7 +48,8 @@ searched plan is faster."""
 
 
 _TIED: Final = 1.005
-"""Largest ratio of a plan's step time to the fastest one at which action orders are searched from both plans."""
+"""Limit on the step time of a plan, relative to the fastest plan. Within this limit, action orders are also searched
+from this plan."""
 
 _MOST_STARTS: Final = 2
 """Largest number of plans with different numbers of chunks or placements from which action orders are searched."""
@@ -76,7 +77,8 @@ _MOST_IMPROVED: Final = 2
 """Number of plans with searched action orders that are improved, over several widths."""
 
 _SHORT_BUDGET: Final = 6
-"""Divisor of each schedule's number of simulated actions, with the width, replicas and M of the first pass's plan."""
+"""Divisor of each schedule's number of simulated actions, in the second pass. This pass uses only the width, replicas
+and M of the best plan of the first pass."""
 
 _MOST_ACTIONS_OF_RANKED: Final = 2_400_000
 """Number of actions to simulate for all widths, replicas and M of one schedule."""

@@ -49,7 +49,7 @@ class TiedParameters:
     is_pair_known: bool = True
     """False if the profile does not say which earlier layers share these bytes."""
     earlier: tuple[int, ...] = ()
-    """Layers before `first` that share the same bytes."""
+    """Further layers that share these parameters, all before layer `first`, ascending."""
 
 
 ALWAYS: Final = ("parameters", "optimizer", "buffers")
@@ -127,7 +127,7 @@ class LayerMemory:
     first_backward: FloatArray
     """Highest memory of the first micro-batch's backward, including parameter gradients of this and later layers."""
     backward: FloatArray
-    """Highest memory of the backward of any other micro-batch, without parameter gradients."""
+    """Highest memory of the backward of any micro-batch except the first, without parameter gradients."""
     output_in_first_backward: FloatArray
     """Bytes of the layer's output and of the output's gradient that `first_backward` includes."""
     output_in_backward: FloatArray
@@ -154,15 +154,18 @@ class SplitBackwardCosts:
     first_input: FloatArray
     """Highest memory of the first micro-batch's I, including the parameter gradients that I allocates."""
     input: FloatArray
-    """Highest memory of the I of any other micro-batch."""
+    """Highest memory of the I of any micro-batch except the first."""
     end_first_input: FloatArray
-    """`first_input` for the last layer of a stage. The output and the output's gradient are not included."""
+    """`first_input` if the layer ends a stage. The layer's output and the gradient of this output are not included."""
     end_input: FloatArray
-    """`input` for the last layer of a stage. The output and the output's gradient are not included."""
+    """Highest memory of the I of any micro-batch except the first, if the layer ends a stage.
+
+    The layer's output and the gradient of this output are not included.
+    """
     first_weight: FloatArray
     """Highest memory of the first micro-batch's W, including the parameter gradients that W allocates."""
     weight: FloatArray
-    """Highest memory of the W of any other micro-batch."""
+    """Highest memory of the W of any micro-batch except the first."""
 
 
 class StageMemoryModel(Protocol):

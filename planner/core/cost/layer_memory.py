@@ -60,11 +60,11 @@ class LayerPeaks(NamedTuple):
     first_backward: FloatArray
     """Peak in the backward of the step's first micro-batch, which allocates the gradients."""
     backward: FloatArray
-    """Peak in the backward of any other micro-batch."""
+    """Peak in the backward of any micro-batch except the first."""
 
 
 class PendingStorage(NamedTuple):
-    """Storage that a layer creates for later layers. If a later layer is recomputed, that layer saves the storage."""
+    """Storage that a layer creates for later layers. The first of these later layers that is recomputed saves it."""
 
     until: int
     """Index of the last layer that reads the storage."""
@@ -84,7 +84,7 @@ class SavedAndPeaks(NamedTuple, Generic[Bytes]):
     first_backward: Bytes
     """Peak memory of the backward of the step's first micro-batch, which allocates the gradients."""
     backward: Bytes
-    """Peak memory of the backward of any other micro-batch."""
+    """Peak memory of the backward of any micro-batch except the first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -84,7 +84,7 @@ BACKWARDS: Final[tuple[PartName, ...]] = ("first_backward", "backward", "last_ba
 INPUT_BACKWARDS: Final[tuple[PartName, ...]] = ("first_input_backward", "input_backward", "last_input_backward")
 WEIGHT_BACKWARDS: Final[tuple[PartName, ...]] = ("first_weight_backward", "weight_backward")
 WITH_BACKWARDS: Final[tuple[PartName, ...]] = (*BACKWARDS, "message", *INPUT_BACKWARDS)
-"""Parts of actions that receive the gradient of the stage's output."""
+"""Parts that exist while a B or an I runs. These actions receive the gradient of the stage's output."""
 RUNNING: Final[tuple[PartName, ...]] = (*FORWARDS, *WITH_BACKWARDS, *WEIGHT_BACKWARDS, "weight_message")
 """Parts that exist while an action runs; a device has one at a time."""
 _PLACE: Final[Mapping[PartName, int]] = {part: place for place, part in enumerate(PARTS)}

@@ -122,7 +122,9 @@ def with_findings(verdict: Verdict, findings: Sequence[Finding]) -> Verdict:
 
 
 def with_difference(verdict: Verdict, before: Plan, *, against: str, recomputed: bool) -> Verdict:
-    """Return a verdict with the differences of its plan from a reference plan, and with findings about growth.
+    """Return a verdict with the differences of its plan from a reference plan.
+
+    The verdict also gets findings if a stage needs more memory, or if the plan trains fewer samples per second.
 
     Args:
         verdict: Result of a check; returned unchanged if it has no plan.

@@ -308,7 +308,7 @@ class Noise:
     mean_regret: float
     """Mean over the random profiles of (step time of this plan / step time of the best plan found) - 1."""
     worst_regret: float
-    """Largest regret over the random profiles."""
+    """Maximum over the random profiles of (step time of this plan / step time of the best plan found) - 1."""
     same_plan: float
     """Share of the random profiles for which the best plan found has the cuts and micro-batches of this plan."""
 

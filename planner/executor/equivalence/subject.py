@@ -50,7 +50,7 @@ class CheckRequest:
     deadline: float
     """Time on the monotonic clock after which no further comparison begins."""
     cuts: Sequence[int] | None
-    """Cuts to compare. Cut i is between layers i - 1 and i. None to compare one of several equivalent cuts."""
+    """Cuts to compare. Cut i is between layers i - 1 and i. None compares one cut of each class of equivalent cuts."""
     digests: DigestFunction
 
     @property

@@ -317,7 +317,7 @@ class FailureWatch:
                 self._leave(128 + self._signal)
 
     def _record_signals_for(self, seconds: float) -> None:
-        """Wait for `seconds`, and record signals that arrive."""
+        """Wait for `seconds`, and record each SIGTERM or SIGINT that arrives."""
         # A signal does not end the wait: if a launcher sends it to all ranks, they would use the store at once.
         end = time.monotonic() + seconds
         while not self._over.is_set() and select.select([self._wake[0]], [], [], max(0.0, end - time.monotonic()))[0]:

@@ -70,7 +70,7 @@ from planner.solve.space.problem import Bottlenecks, StageTimeArrays
 PlanStates = tuple[FloatArray, ...]
 """States of partial plans: one array per value, such as the longest forward time, with one entry per plan."""
 _Passed = tuple[FloatArray, FloatArray, FloatArray]
-"""Values x, a and d of a partial plan."""
+"""Values x, a and d of partial plans under GPipe (see the module's docstring), in microseconds."""
 _Machine = tuple[FloatArray, FloatArray, FloatArray]
 """Times F, p and q of a machine (a stage or link): forward, backward, and backward of the last micro-batch."""
 

@@ -26,7 +26,7 @@ _RESTARTS: Final = 30
 """Number of restarts from the best cuts after random moves."""
 
 _MOST_CELLS: Final = 8_000_000
-"""Number of cuts to compute in all moves: some tenths of a second."""
+"""Limit on the number of cuts computed in one search. To compute this many takes some tenths of a second."""
 
 _LEAST_GAIN: Final = 1e-9
 

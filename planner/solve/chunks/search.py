@@ -45,7 +45,7 @@ _MANY_MICRO_BATCHES, _LARGE_SHARE = 4, 2 / 3
 budget that one descent may then use."""
 
 _MOST_OF_SEARCH_ALONE = 400_000
-"""Largest number of actions of one descent: about half a second."""
+"""Limit on the simulated actions of one descent. Their simulation takes about half a second."""
 
 _LONG_STEP, _ROWS = 1000, 512
 """Smallest number of actions of a long step, and number of cut moves to simulate together if the step is long. The
@@ -62,7 +62,8 @@ _MOST_OF_BOUND, _ROWS_SQUARED = 10_000, 50
 of a linear program that takes as long as one action."""
 
 _LARGE_BOUND = 100_000
-"""Time to solve a linear program, in simulated actions, from which branch and bound raises its bound rarely."""
+"""Linear programs that take at least as long as this number of simulated actions count as large. Branch and bound
+rarely raises their bounds."""
 
 _ITERATIONS = 20
 """Largest number of simplex iterations per row of a linear program."""

@@ -105,12 +105,12 @@ class CutAndLayerSearch(Descent[LayerCandidate]):
         self._forward_us = np.where(costs.has_backward, costs.forward_us, 0.0)
 
     def search(self, starts: Sequence[IntArray], most_actions: int, initial: Partition | None = None) -> None:
-        """Search from each given partition, then repeatedly from the best result.
+        """Search from each start, then repeatedly from the best result.
 
         Args:
             starts: Cuts to start from, each of shape (stages + 1,).
             most_actions: Limit on simulated actions.
-            initial: Partition that recomputes whole stages, or None.
+            initial: One more partition to start from, which recomputes whole stages; or None.
         """
         self.descend(self._starts(starts, initial), most_actions, most_restarts=_FRUITLESS if len(self.moves) else 0)
 

@@ -85,7 +85,7 @@ class OrderSearch:
         self._least_us = least_period_us(problem) * (1 + 1e-9)
         self.best: SimulatedOrder | None = None
         self._is_exact = False
-        """True if orders are made without a memory limit, so that the exact model must check each of them."""
+        """True if orders are made without a memory limit. The search then continues only from orders that fit."""
         self.spent = 0
         """Number of actions scheduled or simulated so far."""
 

@@ -18,7 +18,7 @@ MOST_CANDIDATES: Final = 1 << 20
 """Number of stages computed in one batch, which limits temporary memory."""
 
 _MOST_AT_ONCE = 1 << 18
-"""Largest number of stages to store instead of computing them again."""
+"""Largest number of stages whose times are stored. Times of more stages are computed each time they are needed."""
 
 
 class BoundKind(NamedTuple):
@@ -44,13 +44,16 @@ class PrefixBounds:
         cells = len(problem.tables[0]) * (problem.num_layers + 1) * problem.width
         is_once = problem.is_uniform and cells <= _MOST_AT_ONCE
         self.shared_stages = self.stages(0, np.arange(problem.num_layers + 1)) if is_once else None
-        """Stages that end at each cut; None if they depend on the number of later stages."""
+        """Stages that end at each cut; None if they depend on the number of later stages, or are too many to store."""
         self.least = self._least_of_prefixes()
         """Lower bounds by name; entry [r][i] is for layers 0..i-1 in at most r stages, or exactly r if
         `ChainProblem.exact`."""
 
     def cuts_with_smallest_maximum(self, name: str) -> tuple[int, ...] | None:
-        """Return the cuts that minimize the largest value `name` of any stage; None if no partition fits."""
+        """Return the cuts that minimize the largest value of any stage; None if no partition fits.
+
+        `name` selects the value, such as the backward time: a key of the argument `kinds` of this class.
+        """
         least = self.least[name]
         # From the last stage to the first, choose the stage that minimizes the maximum of itself and all earlier ones.
         cuts = [self._problem.num_layers]

@@ -140,7 +140,7 @@ class ChainProblem:
     tables: tuple[tuple[DeviceTable, ...], ...]
     """Entry n: one table per recompute option, for all possible stages with n later stages."""
     links: tuple[LinkTimes, ...]
-    """Entry n: link after the stage with n later stages. The last entry is the link before the first stage."""
+    """Entry n: link between the stages with n and n - 1 later stages. The first and the last entry transfer nothing."""
     most: Bottlenecks = NO_LIMIT
     """Upper limits on the forward and backward times of stages and links."""
 
