@@ -298,7 +298,10 @@ class Trainer:
         )
 
     def _sum_loss(self, losses: Sequence[Tensor], loss: Tensor, num_samples: int) -> float:
-        """Sum loss and number of samples over the replicas, store them, and return the loss."""
+        """Sum `loss` and `num_samples` over the replicas, store both sums, and return the sum of `loss`.
+
+        `losses` are the losses of this rank's micro-batches. They show the cause if the sum is not finite.
+        """
         replicas, activity = self._groups.replicas, self._job.activity
         activity.begin("the loss", waits_for=None if replicas is None else ANY)
         numbers = torch.stack([loss, torch.full_like(loss, num_samples)])

@@ -43,8 +43,8 @@ _CLOSE: Final = 1.05
 """Value used instead of `_FAR` if several tensor-parallel widths are searched."""
 
 _CLEARLY: Final = 1.01
-"""Ratio of step times above which no action orders are searched from the best plan with a named schedule, because a
-searched plan is faster."""
+"""Limit on the step time of the best plan with a named schedule, relative to the best plan with searched action orders.
+Above this limit, no action orders are searched from the plan with the named schedule."""
 
 
 _TIED: Final = 1.005
@@ -58,10 +58,10 @@ _MOST_ACTIONS_OF_CASE: Final = 200_000
 """Number of actions to simulate for one of several cases of a searched schedule."""
 
 _NEAREST_SCHEDULES: Final = 2
-"""Number of the fastest schedules that are searched again with more effort over several widths."""
+"""Number of the fastest schedules to search again for longer, if several tensor-parallel widths are possible."""
 
 _NEAREST_OF_WIDTH: Final = 3
-"""Number of the fastest schedules that are searched again with more effort for one width."""
+"""Number of the fastest schedules to search again for longer, if only one tensor-parallel width is possible."""
 
 _LONG_BUDGET: Final = 3
 """Factor of each schedule's number of simulated actions, in the second search of the fastest schedules. One case uses
@@ -74,7 +74,7 @@ _MOST_RANKED: Final = 2
 """Number of combinations of width, replicas and M for which action orders are searched."""
 
 _MOST_IMPROVED: Final = 2
-"""Number of plans with searched action orders that are improved, over several widths."""
+"""Number of plans with searched action orders to improve, if several tensor-parallel widths are possible."""
 
 _SHORT_BUDGET: Final = 6
 """Divisor of each schedule's number of simulated actions, in the second pass. This pass uses only the width, replicas

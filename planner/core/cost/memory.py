@@ -24,7 +24,7 @@ from planner.core.cost.stages import StageTable, map_arrays, stage_table, with_r
 from planner.core.values.plan import Recompute, StageMemory
 
 _MOST_AT_ONCE: Final = 1 << 17
-"""Largest table, in stages, from which single stages are selected; this limits transient memory."""
+"""Largest number of stages in one table. Beyond it, each stage is computed alone, to limit transient memory."""
 
 
 def stage_memory(
@@ -167,13 +167,14 @@ def peak_bytes_of_stages(
 ) -> list[FloatArray]:
     """Return the peak memory of stages in bytes: one array for each recompute choice.
 
-    Arrays have one row per first layer and one column per last layer. Entries whose last layer is before the first
-    layer are meaningless.
+    Arrays have one row per first layer. Entries for stages that do not exist are meaningless, for example if the last
+    layer is before the first.
 
     Args:
         costs: Costs of the layers at the plan's micro-batch size.
         firsts: First layers, ascending.
-        lasts: Slice of last layers; or a number n, for stages of 1 to n layers.
+        lasts: Slice of last layers, one per column. Or a number n: column j is for stages of j + 1 layers, j < n. A
+            number is allowed only if the chain has no skip connections and no shared parameters.
         points: Points in the step at which the stages may have their peak.
         choices: Recompute choices; `layers` is not allowed.
     """

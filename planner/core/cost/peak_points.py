@@ -15,12 +15,13 @@
     first W        as W, and gradients                          as W, and input backward gradients
     send B         input gradient                               the previous input gradients
 
-Input backward gradients are the parameter gradients that I creates.
-While an action runs, a part named after it exists, such as `forward`, `last forward`, `first backward` or `backward`.
-This part includes all memory of the running micro-batch. Other parts of this micro-batch are removed when the action
-starts, and added when it ends. If replicas exchange gradients during the last backward, the part `message` exists at
-this time instead of `last backward`. `casts` exists from the first forward to the last backward, twice if a stage has
-both whole and split backwards.
+`held` is the memory of a micro-batch between forward and backward. The last micro-batch has the part `kept` instead,
+because a stage may recompute only the other micro-batches. `weight held` is what I stores for W. `input backward
+gradients` are the parameter gradients that I creates. While an action runs, a part named after it exists, such as
+`forward`, `last forward`, `first backward` or `backward`. This part includes all memory of the running micro-batch.
+Other parts of this micro-batch are removed when the action starts, and added when it ends. If replicas exchange
+gradients during the last backward, the part `message` exists at this time instead of `last backward`. `casts` exists
+from the first forward to the last backward, twice if a stage has both whole and split backwards.
 
 Columns have the counts while an action runs, without the running micro-batch. F1's input is received before F0:
 

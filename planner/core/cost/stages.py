@@ -45,7 +45,7 @@ class StagePeaks:
     first_recomputed: FloatArray
     """Highest memory in the first micro-batch's backward after recomputation."""
     backward: FloatArray
-    """Highest memory in the backward of any other micro-batch."""
+    """Highest memory in the backward of any micro-batch except the first."""
     first_message: FloatArray
     """Highest memory while gradients are sent to other replicas, if a step has one micro-batch."""
     message: FloatArray

@@ -16,7 +16,7 @@ def calibration_of(plan: Plan, evaluation: Evaluation, report: RunReport) -> Cal
     """Return the costs that a run of a plan has measured. Predictions can use them instead of the profile's costs.
 
     Args:
-        plan: Plan, with predictions that this version has computed again.
+        plan: Plan, with predictions that the installed version of the planner has computed again.
         evaluation: Evaluation of the plan on its profile.
         report: Report of a run of the plan.
 

@@ -89,7 +89,7 @@ def verification_of(
     """Compare the measurements of a run with the predictions of its plan.
 
     Args:
-        plan: Plan, with predictions that this version has computed again.
+        plan: Plan, with predictions that the installed version of the planner has computed again.
         profile: Profile of the plan.
         report: Report of a run of the plan.
         tolerance: Allowed errors.

@@ -30,7 +30,7 @@ class Links:
     schema: Literal["gpipe-plan/links/v1"] = LINKS_SCHEMA
     generator: WritingTool | None = None
     device: Device
-    """Device of the first process."""
+    """Device that rank 0 used in the measurement."""
     environment: Environment
     backend: str
     """Backend of `torch.distributed` in the measurement."""

@@ -230,7 +230,7 @@ class TiedGroup:
     """Parameters of one layer that are all shared with the same earlier layers."""
 
     layers: tuple[str, ...]
-    """Names of the earlier layers, in order."""
+    """Names of the earlier layers that share the parameters, in the order of the chain."""
     bytes: int
 
 

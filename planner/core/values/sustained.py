@@ -22,7 +22,7 @@ class SustainedRate:
     errors: str
     """Key of the rate's error range in `planner.core.judge.certainty.STEP_ERRORS`; empty if the range is unknown.
 
-    Rates from fewer than three sources have the key `few runs`.
+    A rate has the key `few runs` if fewer than three sources, such as papers, report runs for it.
     """
 
 

@@ -41,8 +41,8 @@ _MOST_OF_SEARCH, _SHARE = 20_000, 4
 """Limits of one descent that leaves devices unused: number of actions, and divisor of a limited budget left."""
 
 _MANY_MICRO_BATCHES, _LARGE_SHARE = 4, 2 / 3
-"""Number of micro-batches per device from which searches also start from cuts with even work; and share of a limited
-budget that one descent may then use."""
+"""Smallest ratio of micro-batches to devices at which searches have one more start, cuts with even work; and share of a
+limited budget that one descent may use at such ratios."""
 
 _MOST_OF_SEARCH_ALONE = 400_000
 """Limit on the simulated actions of one descent. Their simulation takes about half a second."""
@@ -75,7 +75,8 @@ _LEAST_S = 0.01
 """Smallest time that the lower bound gets under a time limit, in seconds."""
 
 _ORDER, _PEAK_POINTS = 2, 4
-"""Time to compute the action order, and the points in the step, of a case, in simulated partitions."""
+"""Times to compute the action order, and the points in the step with peak memory, for one number of devices. The unit
+is the time to simulate one partition."""
 
 _CELLS = 5
 """Number of table entries that take as long to compute as one simulated action."""

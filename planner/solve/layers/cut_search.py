@@ -26,7 +26,7 @@ from planner.solve.space.case import Case, cuts_and_choices
 from planner.solve.space.partitions import Evaluator
 
 _MOST_PICKED = 4
-"""Number of fastest moves of a batch whose recomputation is chosen again."""
+"""Number of moves, of each batch of moves, for which recomputation is chosen again: the most promising ones."""
 
 _FRUITLESS = 8
 """Number of restarts in a row without a better plan, after which a search ends."""

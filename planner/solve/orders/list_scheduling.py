@@ -213,7 +213,7 @@ class _RuleScheduler(_ListScheduler):
         step = -1 if rules.later_chunk_first else 1
         self.forward_order = [stages[::step] for stages in problem.stages_by_device]
         self.waiting: list[deque[tuple[int, int]]] = [deque() for _ in problem.stages_by_device]
-        """For each device, stage and micro-batch of every W that can run, oldest first."""
+        """One queue per device: the pairs (stage, micro-batch) of all W that can run, oldest first."""
 
     def is_complete(self) -> bool:
         return min(self.num_backwards) == self.num and not any(self.waiting)

@@ -19,10 +19,11 @@ _LEAST_ACTIONS, _MOST_ACTIONS = 20_000, 300_000
 0.2 seconds. The search for a plan with replicas uses the largest limit."""
 
 _ACTIONS_OF_LAYER, _ACTIONS_OF_STEP = 200, 60
-"""Number of these actions for each layer, and for each device and micro-batch."""
+"""Numbers of actions to simulate per schedule: for each layer; for each pair of a device and a micro-batch. The larger
+total counts."""
 
 _LONGER = 2
-"""Factor of these actions if the plan itself comes from a search, which takes longer."""
+"""Factor of the number of simulated actions if the plan's own schedule gains from a longer search."""
 
 _LEAST_GAIN = 0.005
 """Smallest gain that is reported, as a share of the step time."""

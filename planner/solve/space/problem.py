@@ -22,7 +22,7 @@ class StageTimeArrays(NamedTuple):
     first: IntArray
     """First layer of the stage."""
     end: IntArray
-    """Cut at the end of the stage, shape (n, 1)."""
+    """Cut at the end of the stage, shape (rows, 1)."""
     choice: ChoiceArray
     """Recomputation: index into `CHOICES`, or `LAYERS`, or `NO_CHOICE`."""
     forward: FloatArray
@@ -33,13 +33,13 @@ class StageTimeArrays(NamedTuple):
     slack_us: FloatArray
     """Time of the next stage's optimizer step that overlaps with work of this stage."""
     link: FloatArray
-    """Time on the link to the next stage, shape (n, 1)."""
+    """Time on the link to the next stage, shape (rows, 1)."""
     own_us: FloatArray
     """Time of the stage's all-reduce and optimizer step, U."""
     sent_bytes: FloatArray
-    """Bytes sent to the next stage, shape (n, 1)."""
+    """Bytes sent to the next stage, shape (rows, 1)."""
     peak_bytes: FloatArray
-    """Peak memory in bytes; zeros of shape (n, 1) if it was not requested."""
+    """Peak memory in bytes; zeros of shape (rows, 1) if it was not requested."""
 
     @classmethod
     def stacked(cls, options: Sequence["StageTimeArrays"]) -> "StageTimeArrays":
