@@ -90,7 +90,7 @@ class ChunkMemoryFunction(NamedTuple):
     rest: FloatArray
     saved: IntArray
     peak: IntArray
-    """For each kind of allocation, index of the field of `LayerPeaks` that is P; -1 if P is 0."""
+    """For each kind of allocation, index of the `LayerPeaks` field added to its other bytes (P); -1 to add none."""
 
     def parts(self, saved: FloatArray | float, peaks: FloatArray) -> FloatArray:
         """Return the bytes of one allocation of each kind (`PARTS`), shape (..., parts).

@@ -104,9 +104,10 @@ class StageLayers:
     can_recompute: BoolArray
     """True for layers that can be recomputed: those with a backward; shape (end - first,)."""
     passed: FloatArray
-    """Entry i: unsaved bytes of the stage's copied input that layer `first + i` or a later layer needs; entry 0 is 0.
+    """Entry i: bytes of the stage's input that no layer saves, but that layer `first + i` or a later layer receives.
 
-    Shape (end - first + 1,).
+    Shape (end - first + 1,). Entry 0 is 0, because the first layer's input is counted separately. All entries are 0 if
+    the stage does not copy its input.
     """
 
     @classmethod

@@ -212,7 +212,7 @@ class ProgramMemory:
     input_bytes: int = 0
     """First layer only: memory of the inputs of one micro-batch."""
     narrowed_input_bytes: int = 0
-    """First layer only: 16-bit copy of one micro-batch's inputs for matmuls, which exists during the whole loop."""
+    """First layer only: 16-bit copy of one micro-batch's inputs for matmuls, during a whole loop over micro-batches."""
     laid_out_bytes: int = 0
     """First layer only: copy of the running micro-batch's inputs, in the memory layout that the layer reads."""
     target_bytes: int = 0

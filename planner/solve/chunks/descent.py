@@ -40,7 +40,7 @@ _SHORT_SHARE = 2
 """Divisor of the budget for short descents from all starts."""
 
 _SHORT_BATCHES = 6
-"""Smallest number of batches per start that the budget must allow for short descents from all starts."""
+"""Short descents from all starts need a budget for at least this number of batches of moves per start."""
 
 _PERTURBATIONS = 2, 8
 """Smallest and largest number of random moves before a restart."""

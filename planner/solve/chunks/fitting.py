@@ -29,7 +29,7 @@ class RecomputeFitter:
     def __init__(self, evaluator: Evaluator) -> None:
         self._evaluator = evaluator
         self._known: dict[bytes, tuple[int, float]] = {}
-        """Results of `_best_combinations` by the cuts of a device's stages and its number."""
+        """Results of `_best_combinations`. A key has the cuts of a device's stages and the device index, as bytes."""
 
     @property
     def is_exhaustive(self) -> bool:
