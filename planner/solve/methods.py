@@ -20,7 +20,8 @@ from planner.solve.space.any_order import least_us_in_any_order
 from planner.solve.space.case import Case
 
 MOST_ACTIONS_OF_SEARCH: Final = 1_000_000
-"""Number of actions to simulate for all cases of a searched schedule, and again from the best plan: seconds each."""
+"""Number of actions that a search for action orders simulates over all cases, in some seconds. A second search, from
+the best plan, may simulate as many."""
 
 _NEAR: Final = 1.1
 """Largest ratio of a case's step time to the fastest one with which a longer search may make the case the fastest."""

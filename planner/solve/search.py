@@ -40,7 +40,8 @@ _FAR: Final = 1.12
 orders are searched for the case, because searches for action orders made plans at most 9.5 % faster."""
 
 _CLOSE: Final = 1.05
-"""Value used instead of `_FAR` if several tensor-parallel widths are searched."""
+"""Limit on the step time of a case under named schedules, relative to the fastest plan, if a request has several
+tensor-parallel widths. Above this limit, no action orders are searched for the case."""
 
 _CLEARLY: Final = 1.01
 """Limit on the step time of the best plan with a named schedule, relative to the best plan with searched action orders.

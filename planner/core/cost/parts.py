@@ -62,7 +62,7 @@ class PartSize:
     items: Mapping[Item, FloatArray]
     """Bytes by memory component."""
     saved: int = 0
-    """Number of micro-batches in the allocation that have saved their activations."""
+    """Number of times that the allocation includes the saved activations of a micro-batch."""
     peak: int | None = None
     """Index in `LayerPeaks` of the peak that the allocation includes; None if it includes no peak."""
 
@@ -83,7 +83,10 @@ class MemoryParts:
     """True if all micro-batches are recomputed, except the last one (`except-last`)."""
 
     def peak_points(self, points: PeakPoints) -> Iterator[PartsAtPoint]:
-        """Yield the points in the step at which the stages may have their peak memory."""
+        """Yield the entries of `points` that apply to these stages.
+
+        Points at which gradients are sent are left out if sending takes no memory.
+        """
         for point in points.apart if self.last_differs else points.alike:
             if "message" in self.sizes or ("message", 1) not in point:
                 yield point
@@ -278,7 +281,7 @@ def running_part(
         in_flight: Bytes of the component `in_flight`: the micro-batch's activations.
         working: Bytes of the component `working`: temporary tensors.
         transfer: Bytes of transfer buffers, if any.
-        saved: Number of micro-batches in the allocation that have saved their activations.
+        saved: Number of times that the allocation includes the saved activations of a micro-batch.
         peak: Index in `LayerPeaks` of the peak that `working` includes; None if it includes no peak.
     """
     items: dict[Item, FloatArray] = {"in_flight": in_flight, "working": working}

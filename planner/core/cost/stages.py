@@ -105,7 +105,7 @@ class StageTable:
     output_gradient: FloatArray
     """Gradient received for one micro-batch; 0 if no layer up to the stage's end is trained."""
     input_gradient: FloatArray
-    """Gradient sent to the previous stage."""
+    """Bytes of the gradient that is sent to the previous stage for one micro-batch."""
     saved: FloatArray
     """Bytes saved by one micro-batch between its forward and its backward, without the received input."""
     forward_only: BoolArray

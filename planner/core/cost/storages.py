@@ -33,8 +33,11 @@ class CrossingBytes(NamedTuple):
 def crossing_storages_without_records(layers: Sequence[LayerProfile], n: int) -> dict[tuple[int, int], CrossingBytes]:
     """Return the storages that layers pass to later layers, for layers without `MemoryDetail`.
 
-    Each layer has one output, which only the next layer receives. `n` is the index of a micro-batch size in the
-    profile.
+    Each layer is assumed to have one output, which only the next layer receives. `n` is the index of a micro-batch size
+    in the profile.
+
+    Returns:
+        Output of each layer. Its key is (index of the layer, 0).
     """
     outputs = {}
     for index, layer in enumerate(layers):

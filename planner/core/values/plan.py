@@ -200,7 +200,7 @@ Item = str
 """Name of a component of `StageMemory`."""
 
 ITEMS: Final[tuple[Item, ...]] = tuple(name for name, _ in StageMemory().items() if name != "reserve")
-"""Components that follow from the profile."""
+"""Memory components that are computed from the profile: all except `reserve`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

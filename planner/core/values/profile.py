@@ -161,19 +161,19 @@ class SplitMemory:
     first_input_peak_bytes: int
     """Peak during the first micro-batch's I, including the parameter gradients that I creates."""
     input_peak_bytes: int
-    """Peak during any I except the first."""
+    """Peak during the I of a later micro-batch."""
     output_first_input_peak_bytes: int | None = None
-    """Peak during the first I if the next layer keeps this layer's outputs for its W, including these outputs."""
+    """Peak during the first micro-batch's I if the next layer's W needs this layer's outputs, which are included."""
     output_input_peak_bytes: int | None = None
-    """Peak during any I except the first, including this layer's outputs, if the next layer keeps them for its W."""
+    """Peak during the I of a later micro-batch if the next layer's W needs this layer's outputs, which are included."""
     end_first_input_peak_bytes: int | None = None
-    """Peak during the first I if the layer ends a stage, including its outputs and their gradients."""
+    """Peak during the first micro-batch's I if the layer ends a stage, including its outputs and their gradients."""
     end_input_peak_bytes: int | None = None
-    """Peak during any I except the first, including outputs and their gradients, if the layer ends a stage."""
+    """Peak during the I of a later micro-batch if the layer ends a stage, including its outputs and their gradients."""
     first_weight_peak_bytes: int
-    """Peak during the first W, including the parameter gradients that W creates."""
+    """Peak during the first micro-batch's W, including the parameter gradients that W creates."""
     weight_peak_bytes: int
-    """Peak during any W except the first."""
+    """Peak during the W of a later micro-batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,7 +220,7 @@ class ProgramMemory:
     trained: tuple[ArrayKind, ...] = ()
     """Trained parameters."""
     kept: tuple[ArrayKind, ...] = ()
-    """Arrays that the layer saves for backward in loops over micro-batches."""
+    """Arrays that the layer saves for backward if the program loops over micro-batches."""
     received: tuple[ArrayKind, ...] = ()
     """Arrays that cross the boundary before the layer; for the first layer, its input."""
 

@@ -25,7 +25,7 @@ from planner.model.module_tensors import replace_tensors
 from planner.model.seeding import seed_process
 
 _UNNUMBERED = (torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.prim.device.default)
-"""Operators that copy no values. They are not numbered, because fake and real tensors do not call the same ones."""
+"""Operators that copy no values. They are not recorded, because the two builds of the model may call different ones."""
 
 _DRAWS_BY_SHAPE = frozenset(
     f"aten::{name}"

@@ -15,7 +15,7 @@ LIMIT = 1e-4
 `largest_unexplained_difference`)."""
 
 NUMBER = "the number"
-"""First words of the name of each number that is an attribute of a module."""
+"""Prefix of the names of compared Python numbers, such as numbers in attributes of modules."""
 
 _LATE = " in step "
 """Text between the name of a value and the number of the step in which the value differs."""

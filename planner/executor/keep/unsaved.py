@@ -34,7 +34,8 @@ from planner.model.python_state import (
 )
 
 _STORED = ("state", "param_groups", "defaults", "step")
-"""Attributes of an optimizer that a checkpoint stores, and the method `step`."""
+"""Attributes of an optimizer that `UnsavedState` ignores. Checkpoints store the values of the first three; `step` is a
+method."""
 
 
 def further_objects(stages: Sequence[StageModule], optimizer: Optimizer) -> dict[str, Any]:

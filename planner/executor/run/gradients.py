@@ -1,4 +1,4 @@
-"""Check losses, outputs and gradients of a step."""
+"""Check that losses, outputs and gradients of a step are finite, and that gradients have values."""
 
 import math
 import sys

@@ -32,7 +32,7 @@ def tensors_in_value(value: Any) -> list[Tensor]:
 
 
 _TENSOR = object()
-"""Placeholder of a tensor."""
+"""Placeholder for each tensor that `extract_tensors` takes out of a nested value."""
 
 
 def extract_tensors(value: Any) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], Any]]:

@@ -92,7 +92,8 @@ class _StateTensors:
     plain: list[Tensor]
     """Tensors with a copy-on-write clone."""
     addresses: list[int]
-    """Memory addresses of the tensors in `plain`. A write changes the address, because the clone keeps the memory."""
+    """Memory addresses of the tensors in `plain`. When a tensor is written, torch copies it to another address, because
+    its clone keeps the old memory."""
     others: list[_Entry]
     """Entries without a copy-on-write clone."""
 

@@ -60,7 +60,7 @@ class Boundary:
         Args:
             leaves: Leaves of the flattened value.
             spec: Structure of the value.
-            received: Tensors that the stage received, for the message.
+            received: Tensors that the stage received. The error describes them.
 
         Raises:
             ModelError: The value differs, so the next stage would misread it.
@@ -120,7 +120,7 @@ def _describe_change(now: Any, before: Any) -> str:
 
 @dataclass(frozen=True)
 class ChainShapes:
-    """Tensors at every boundary of a chain, and effects of each layer on its input."""
+    """Tensors at every boundary of a chain, and whether each layer writes into its input or shares storage with it."""
 
     boundaries: tuple[Boundary, ...]
     """Boundaries before every layer, and after the last."""

@@ -65,7 +65,7 @@ class FailureWatch:
     def __init__(self, timeout_s: float) -> None:
         self.activity = RankActivity()
         self.saves_on_stop = False
-        """True if `stop_signal` handles a signal to stop."""
+        """True if the script saves a checkpoint after a signal to stop; if False, this watch ends the process."""
         self._rank, self._world = rank_and_world_size()
         self._timeout_s = timeout_s
         self._signal = 0
@@ -76,7 +76,7 @@ class FailureWatch:
         self._has_passed_on = False
         """True once this rank has announced (first rank) or requested (other ranks) that the job stops."""
         self._is_stopping = False
-        """True once this rank checks `stop` after every step."""
+        """True once this rank knows that the job stops. It then checks the store's key `stop` after every step."""
         self._quit: dict[str, Any] | None = None
         self._stop: tuple[int, int] | None = None
         self._over = threading.Event()

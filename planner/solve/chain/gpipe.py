@@ -30,7 +30,8 @@ _MOST_TIED_LABELS = 3000
 """Number of partial plans with equally many stages, above which equally fast plans are not compared."""
 
 _FIRST_WINDOW = 1.5
-"""Longest stage time in the first tables, as a multiple of the mean work of a device."""
+"""First limit on the time of a stage in the tables. It is a multiple of the mean work of a device, or of the slowest
+layer's time if that is longer. `TableWidth.widen` raises the limit."""
 
 
 @dataclass(slots=True)

@@ -34,7 +34,7 @@ CutsAndChoices = tuple[IntArray, IntArray]
 """Partition: its cuts, and the recompute choice of each stage."""
 
 _ROUNDS = 6
-"""Largest number of rounds from one start."""
+"""Largest number of rounds from one partition. A round searches the action order, then the cuts under this order."""
 
 _SHARE = 6
 """Divisor of the budget left; one search for cuts, or for an order, may use the quotient."""

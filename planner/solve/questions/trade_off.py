@@ -14,7 +14,7 @@ from planner.solve.request import Request, limited_to_plan_width
 from planner.solve.search import MOST_WORK, plan_with_schedules
 
 _SHORT_ACTIONS: Final = 60_000
-"""Number of actions that a short search simulates per schedule: at most some tenths of a second."""
+"""Number of actions that a short search simulates per schedule. This takes at most some tenths of a second."""
 
 
 def memory_trade_off(

@@ -207,7 +207,8 @@ class Evaluator:
 
         Returns:
             Permanent bytes, shape (partitions, stages); bytes of each kind of allocation (`PARTS`), shape (partitions,
-            stages, kinds); and True for each stage of at most `width` layers.
+            stages, kinds); and True for each stage whose bytes are valid. They are invalid if the stage has more than
+            `self.width` layers, or a choice outside of `CHOICES`.
         """
         stages, inside = self._bytes_of_stages(cuts, choices)
         return stages[..., 0], stages[..., 1:], inside

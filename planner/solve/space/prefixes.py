@@ -22,7 +22,7 @@ _MOST_AT_ONCE = 1 << 18
 
 
 class BoundKind(NamedTuple):
-    """Definition of a value of a partition, such as the longest forward time of its stages."""
+    """Value of a partition for which `PrefixBounds` has lower bounds, such as the longest forward time of a stage."""
 
     combine: np.ufunc
     """Maximum or sum over the stages."""

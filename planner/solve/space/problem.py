@@ -101,9 +101,9 @@ class LinkTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DeviceTable:
-    """Recomputation of all stages that one device can run.
+    """Recompute choice and peak memory of every possible stage of one device.
 
-    In each array, entry [end, width - n] is for the stage of the n layers before layer `end`.
+    In each array, entry [end, width - n] is for the stage of the n layers before layer `end`. The largest n is `width`.
     """
 
     speed: float
