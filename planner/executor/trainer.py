@@ -146,7 +146,7 @@ class Trainer:
         return EvaluationResult(loss=loss, metrics=means, outputs=observed.outputs())
 
     def check_draws(self) -> None:
-        """Raise a `UsageError` if the script has drawn random numbers and changed weights after the last step."""
+        """Raise a `UsageError` if the script has both drawn random numbers and changed weights since the last step."""
         self._script.check_draws()
 
     def check_same_phase(self, phase: Literal["checkpoint", "end"]) -> None:

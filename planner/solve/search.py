@@ -53,7 +53,7 @@ _TIED: Final = 1.005
 from this plan."""
 
 _MOST_STARTS: Final = 2
-"""Largest number of plans with different numbers of chunks or placements from which action orders are searched."""
+"""Largest number of plans from which searches for action orders start. The plans differ in more than the schedule."""
 
 _MOST_ACTIONS_OF_CASE: Final = 200_000
 """Number of actions to simulate for one of several cases of a searched schedule."""
@@ -65,8 +65,8 @@ _NEAREST_OF_WIDTH: Final = 3
 """Number of the fastest schedules to search again for longer, if only one tensor-parallel width is possible."""
 
 _LONG_BUDGET: Final = 3
-"""Factor of each schedule's number of simulated actions, in the second search of the fastest schedules. One case uses
-half of them."""
+"""Number of simulated actions in the second search of a schedule, as a multiple of the number in the first search. The
+second search has one case, which may use half of these actions."""
 
 _FIRST_BUDGET: Final = 5
 """Divisor of each schedule's number of simulated actions, in the first pass over widths."""

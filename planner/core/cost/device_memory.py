@@ -97,7 +97,7 @@ class ChunkMemoryFunction(NamedTuple):
 
         Args:
             saved: Bytes S that one micro-batch saves, shape (..., 1).
-            peaks: `LayerPeaks` of the choice, then a 0; shape (..., 4).
+            peaks: Fields of `LayerPeaks`, and a 0 for allocations without a peak; shape (..., 4).
         """
         parts: FloatArray = np.maximum(self.least, self.rest + self.saved * saved) + peaks[..., self.peak]
         return parts

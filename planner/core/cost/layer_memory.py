@@ -94,7 +94,8 @@ class StageLayers:
     first: int
     end: int
     stacked: bool
-    """True if peaks add to the saved bytes of earlier layers; False if they add to the saved bytes of all layers."""
+    """True if the memory while a layer runs is its peak plus the saved bytes of earlier layers. False if it is its peak
+    plus the saved bytes of all layers."""
     peaks: LayerPeaks
     """Arrays of shape (2, end - first). Row 0: the layer is not recomputed; row 1: it is recomputed."""
     held: FloatArray
@@ -186,7 +187,8 @@ def most_bytes_freed(costs: ChainCosts) -> tuple[FloatArray, FloatArray]:
     """Return, for each layer, the largest number of bytes per micro-batch that its recomputation can free.
 
     Returns:
-        One array for layers that begin a stage, and one for other layers, because a stage must store their input.
+        One array for layers that begin a stage, whose input is stored in any case. One array for other layers, whose
+        recomputation must also store their input.
     """
     dropped = np.rint(costs.memory.internal) + _sum_by_maker(costs, costs.storages.saved_by_maker)
     # Only storages with one reader count, because another reader may save a storage already.

@@ -12,7 +12,7 @@ from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.waiting import Backward, waiting_gradients
 
 _BLOCK = 512
-"""Number of last layers that are processed at once."""
+"""Number of columns, which are last layers of stages, that are computed at once."""
 
 
 class RelayedTensors:
@@ -74,7 +74,7 @@ class RelayedTensors:
         Args:
             peaks: Peak memory of each layer's backward.
             output_bytes: Bytes of each layer's output and of the output's gradient, which `peaks` includes.
-            backward: Micro-batch, `first` or `later`, for which to add `WaitingGradients`; None to add none.
+            backward: Micro-batch that runs, `first` or `later`, to add its `WaitingGradients`; None to add none.
 
         Returns:
             Bytes, shape (first layers, last layers).

@@ -178,7 +178,7 @@ class PartCounts(NamedTuple):
     """Number of allocations of each kind (`PARTS`) on a device; shape (actions, chunks, parts)."""
 
     during: IntArray
-    """Counts while an action runs."""
+    """Counts of allocations while each action runs."""
     sending: IntArray
     """Counts while the last backward of a stage sends gradients to other replicas; `during` for other actions."""
     after: IntArray
@@ -193,12 +193,12 @@ class CountChanges(NamedTuple):
     """
 
     before: tuple[int, ...]
-    """Changes between the previous action and this one, including transfers."""
+    """Changes of counts between the previous action and this one, including transfers, as pairs i, n."""
     running: tuple[int, ...]
     """Index of the count that is 1 only while the action runs. The last backward of a stage has a second index, for the
     time when it sends gradients to other replicas."""
     after: tuple[int, ...]
-    """Changes at the end of the action."""
+    """Changes of counts at the end of the action, as pairs i, n."""
 
 
 def part_count_changes(actions: Sequence[Sequence[Action]]) -> tuple[tuple[CountChanges, ...], ...]:
@@ -236,7 +236,7 @@ def _dense(rows: Sequence[tuple[int, ...]], chunks: int) -> IntArray:
 
 
 _MESSAGES: Final[Mapping[Letter, PartName]] = {"B": "message", "W": "weight_message"}
-"""Part that exists instead of the last backward's part while gradients are sent, by the kind of the last action."""
+"""Part that replaces the action's own part while the last B or W of a stage sends gradients to other replicas."""
 
 
 class _PartCounter:

@@ -99,11 +99,11 @@ class StageTable:
     copied_input: FloatArray
     output: FloatArray
     own_output: FloatArray
-    """Output without tensors that the stage receives and sends on unchanged."""
+    """Bytes of the output without tensors that the stage receives and sends on unchanged."""
     sent_output: FloatArray
-    """Output that is sent to the next stage; 0 for the last stage."""
+    """Bytes of the output that is sent to the next stage for one micro-batch; 0 for the last stage."""
     output_gradient: FloatArray
-    """Gradient received for one micro-batch; 0 if no layer up to the stage's end is trained."""
+    """Bytes of the gradient received for one micro-batch; 0 if no layer up to the stage's end is trained."""
     input_gradient: FloatArray
     """Bytes of the gradient that is sent to the previous stage for one micro-batch."""
     saved: FloatArray

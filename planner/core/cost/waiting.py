@@ -37,7 +37,7 @@ class WaitingGradients(NamedTuple):
     """Gradients of shared parameters that wait for the backward of an earlier layer, for a group of stages."""
 
     rows: BoolArray
-    """True for the first layers of the stages in the group, shape (first layers,)."""
+    """True for the first layers of the stages to which `bytes` applies, shape (first layers,)."""
     bytes: FloatArray
     """Bytes to add to each layer's peak memory in backward, shape (layers, last layers of stages).
 

@@ -273,7 +273,7 @@ class LayerProfile:
     backward_us: tuple[float, ...]
     """Backward times without recomputation, one for each micro-batch size."""
     backward_input_us: tuple[float, ...] = ()
-    """Time of the input-gradient pass (I), and the time by which a forward takes longer if its backward is split."""
+    """Time of the input-gradient pass (I), plus the additional time of the forward that prepares a split backward."""
     backward_weight_us: tuple[float, ...] = ()
     """Time of the weight-gradient pass (W). The times of I and W need not add up to `backward_us`."""
     spread: tuple[float, ...] = ()

@@ -54,7 +54,7 @@ _LEAST_LOSS: Final = 1e-2
 """Smaller losses are compared as if they had this size."""
 
 _UNSEEN: Final = 1e-3
-"""Fraction of the difference between the halves' losses that counts as a rounding error."""
+"""Error of the mean of two micro-batch losses that counts as rounding, relative to the difference of these losses."""
 
 _LEAST_LABELS: Final = 4
 """Smallest number of labels per sample that `_mask_labels` can mask."""

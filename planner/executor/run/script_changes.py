@@ -29,7 +29,7 @@ _NUM_ELEMENTS = 8
 _ROUNDING = 1e-4
 """Largest relative rounding error of a factor in float32."""
 _ROUNDING_OF_SUMS = 1e-2
-"""Largest relative rounding error of a factor that is computed from differences of weights."""
+"""Largest relative rounding error of `ScriptRecord.added_factor`, which is computed from differences of weights."""
 _SMALL = 1e-3
 """Weights and gradients below this share of the largest one are ignored when factors of `ScriptRecord` are computed."""
 

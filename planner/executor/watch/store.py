@@ -64,7 +64,7 @@ def _launch_name(store: Store, timeout: timedelta) -> str:
 
 
 _agreed: dict[tuple[int | str, ...], str] = {}
-"""Results of `_agree_on_name`."""
+"""Names of launches, by process id, address and port of the store, rank, and number of ranks."""
 
 
 def _agree_on_name(store: Store, rank: int, world: int, timeout: timedelta) -> str:

@@ -29,13 +29,14 @@ from planner.solve.space.problem import ChainProblem
 from planner.solve.space.tables import NO_CHOICE
 
 _ORDER, _FIRST_ORDER = 3, 10
-"""Time to compute an action order, in simulated batches: with a limited and with an unlimited budget."""
+"""Time to compute an action order, as a multiple of the time to simulate one batch of partitions. The second value is
+for an unlimited budget."""
 
 _CELLS = 30
 """Number of table entries that take as long to compute as one simulated action."""
 
 _ROUNDS = 200
-"""Largest number of moves of a cut from one partition."""
+"""Largest number of rounds of a local search from one partition. A round moves one cut."""
 
 
 def search_one_forward_one_backward(case: Case, *, upper_us: float = inf, deadline: Deadline = NEVER) -> Answer:

@@ -29,13 +29,15 @@ The letters are those of docs/cost-model.md:
     d   time of micro-batch M-1 through all stages and links, with waiting in the backward only
     u   time that the optimizer steps add to the step
 
-An added stage changes f, x and a by its F and B. It changes u to max(U, u - (F + q - R + 2 C)), because its forward,
-backward and transfers overlap with later optimizer steps. The new d is q plus the larger of
+An added stage changes f, x and a by its F and B. It changes u to max(U, u - (F + q - R + 2 C)), because later stages
+have F + q - R + 2 C more time for their optimizer steps. Their last backward ends earlier, by C and q - R; the
+recomputation R runs before the gradient arrives. Their next step begins later, by F and C. The new d is q plus the
+larger of
 
     d + F               micro-batch M-1 arrives at the added stage
     a + (M-2) x         the added stage has finished the other micro-batches, if M > 1; with the new a and x
 
-The link after the stage is added first, in the same way, with F = B = q = C.
+The link after the stage is added first. It changes f, x, a and d like a stage with F = B = q = C.
 
 **1F1B** (a lower bound: the makespan is the longest of many paths, and only the most important paths are computed):
 

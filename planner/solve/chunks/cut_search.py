@@ -24,10 +24,11 @@ _FRUITLESS = 12
 """Number of restarts in a row without a better plan, after which a search ends."""
 
 _FRUITLESS_FROM_BEST = 30
-"""Value of `_FRUITLESS` for a search from the best plan of a request."""
+"""Number of restarts in a row without a better plan, after which a search from the best plan of a case ends."""
 
 _PROMISING, _PROMISING_ALONE = 1.05, 1.25
-"""Largest ratio to the best step time at which a search restarts: with a limited and with an unlimited budget."""
+"""Largest ratio of a search's best step time to `Progress.upper_us` at which the search restarts: with a limited and
+with an unlimited budget."""
 
 
 class CutSearch(Descent[PartitionCandidate]):

@@ -43,7 +43,8 @@ _SCALED_STEP = 1000.0
 """Approximate step time in the units of the linear program."""
 
 _MOST_LAYERS = 160
-"""Largest number of layers with memory constraints; the tables of all stages of a longer chain would be too large."""
+"""Number of layers above which the linear program has no memory constraints, because the tables of all stages would be
+too large."""
 
 
 @dataclass(frozen=True, slots=True)

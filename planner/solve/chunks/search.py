@@ -69,7 +69,8 @@ _ITERATIONS = 20
 """Largest number of simplex iterations per row of a linear program."""
 
 _BRANCHED, _MOST_BRANCHED = 20, 10_000_000
-"""Limits of branch and bound: simplex iterations per row, and iterations times rows, which take half a second."""
+"""Limits of branch and bound: simplex iterations per row of the linear program, and iterations times rows. The second
+limit corresponds to half a second."""
 
 _LEAST_S = 0.01
 """Smallest time that the lower bound gets under a time limit, in seconds."""
@@ -134,7 +135,7 @@ def improve_answer(answer: Answer, *, deadline: Deadline, descents: int = 0) -> 
     Args:
         answer: Answer with the partition from which a local search starts.
         deadline: Time at which the search stops.
-        descents: Number of further local searches from `start_cuts`, each with another random order of moves.
+        descents: Number of further local searches. Each starts from the result of `start_cuts`, with a new random seed.
     """
     start = answer.partition
     assert start is not None

@@ -48,7 +48,7 @@ class SimulationTables:
     saved_us: Sequence[float]
     """For each stage with split backwards, duration of I plus W minus duration of B; 0 for other stages."""
     last_saved_us: Sequence[float]
-    """`saved_us` of the last micro-batch."""
+    """For each stage with split backwards, duration of I plus W minus B of the last micro-batch; 0 for other stages."""
     down: Sequence[Route]
     """Route from each stage but the last to the next one."""
     up: Sequence[Route]
