@@ -239,7 +239,15 @@ class Trainer:
     def _forward_backward(
         self, agreed: Sequence[tuple[MiniBatchPart, int, list[float]]]
     ) -> tuple[list[Tensor], Tensor]:
-        """Return the weighted losses of all micro-batches, on the last stage, and their sum, on every rank."""
+        """Run the forwards and backwards of a mini-batch.
+
+        Args:
+            agreed: For each part of the mini-batch: the part, the index of its first micro-batch in the step, and the
+                weights of its micro-batches' losses.
+
+        Returns:
+            Weighted losses of all micro-batches, on the last stage; and their sum, on every rank.
+        """
         assembly = self._assembly
         assembly.tied.drop_copies()
         if self._loss_scale is not None:

@@ -37,7 +37,7 @@ _DESCENTS: Final = 2, 1, 0
 """Largest numbers of further descents for the fastest plans, fastest first; other plans are not improved."""
 
 _LEVEL: Final = 1.03
-"""Largest ratio of a plan's step time to the fastest one at which further descents may make the plan the fastest."""
+"""Multiple of the fastest plan's step time above which a plan gets no further descents (`_DESCENTS`)."""
 
 
 def search_function_for(case: Case, request: Request, start: Answer | None) -> PlanSearch:

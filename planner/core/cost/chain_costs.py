@@ -116,6 +116,7 @@ class LayerMemory:
     """Bytes that one micro-batch saves in each layer, and peak memory while each layer runs.
 
     If `ChainCosts.exact` is true, all peaks except `no_grad` include `saved` of all earlier layers of the chain.
+    For the peaks of a stage, `StageTableBuilder` subtracts `saved` of the layers before the stage.
     """
 
     saved: FloatArray

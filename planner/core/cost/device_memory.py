@@ -30,8 +30,8 @@ from planner.core.values.placement import Placement, device_of
 from planner.core.values.plan import ITEMS, Item, Recompute, StageMemory
 
 _MOST_PRODUCTS, _LEAST_ROWS = 2**17, 8
-"""Number of multiplications in a matrix product, and least number of partitions. Linear algebra libraries start threads
-for larger products, which takes more CPU time in all."""
+"""Limits for one matrix product: it has as many partitions as `_MOST_PRODUCTS` multiplications allow, but at least
+`_LEAST_ROWS`. Linear algebra libraries start threads for larger products, which takes more CPU time in all."""
 
 _MUCH: Final = 2.0**48
 """Bytes above any real size, yet small enough that sums with it are exact to one byte."""

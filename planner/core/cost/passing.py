@@ -44,7 +44,10 @@ class RelayedTensors:
         self._relays = costs.relays.first - 1, costs.relays.last, np.rint(costs.relays.bytes)
         self._costs, self._firsts, self._layers = costs, firsts, layers
         self.kept = _bypassing_bytes(costs)[layers] - by_readers
-        """Bytes of tensors that the stage creates before its last layer and sends, and that a receiving layer saves."""
+        """Bytes of sent tensors that the stage creates before its last layer.
+
+        Only tensors that a later layer of the chain saves are counted.
+        """
 
     def received_input_bytes(self, sizes: FloatArray, all_input: FloatArray) -> FloatArray:
         """Return the bytes of the stage's received input that each layer reads; shape (first layers, layers).

@@ -180,7 +180,8 @@ class PartCounts(NamedTuple):
     during: IntArray
     """Counts of allocations while each action runs."""
     sending: IntArray
-    """Counts while the last backward of a stage sends gradients to other replicas; `during` for other actions."""
+    """Counts while the last backward of a stage sends gradients to other replicas; equal to `during` for all other
+    actions."""
     after: IntArray
     """Counts between each action and the next one."""
 

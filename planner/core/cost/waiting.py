@@ -8,17 +8,19 @@ Autograd adds a's gradient to b's in place, unless b's gradient is a view of ano
 layer's weight is such a view. Then the sum is a new tensor, and three tensors exist while a runs its backward. The sum
 is no view, so gradients of further layers are added to it in place.
 
-While b's own backward runs, its other gradients are freed as soon as they are added to those of earlier micro-batches.
-The waiting gradient is not freed. It therefore raises the peak of b's backward:
+In later micro-batches, b's other gradients are freed during b's backward, as soon as they are added to the existing
+gradients. The waiting gradient is not freed. It therefore raises the peak of b's backward:
 
-    increase = (peak of b's first backward - peak of a later backward) * share of shared parameters in b's gradients
+    increase = (peak of b in the first micro-batch - peak of b in a later one) * share of shared parameters
+    share    = gradient bytes of shared parameters / gradient bytes of b
 
-Under autocast, b's gradient is that of a low-precision copy of the parameter. Gradients of copies are not counted
-here, because `FixedLayerBytes.casts` counts them until the end of the backward. If a uses no copy, b's gradient is
-converted to the parameter's type before the backward of a. An embedding, for example, uses no copy.
+Under autocast, b's gradient is that of a low-precision copy of the parameter. In later micro-batches, gradients of
+copies are not counted here, because `FixedLayerBytes.casts` counts them until the end of the backward. If a uses no
+copy, b's gradient is converted to the parameter's type before the backward of a. An embedding, for example, uses no
+copy.
 
-If a and b use the same copy, the first backward converts the copy's gradient only when a's backward runs. Until then,
-this gradient has half the bytes of the parameter's gradient.
+If a and b use the same copy, the backward of the first micro-batch converts the copy's gradient in layer a, not in
+layer b. Until then, this gradient has half the bytes of the parameter's gradient.
 """
 
 from collections.abc import Iterator

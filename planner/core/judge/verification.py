@@ -28,11 +28,11 @@ class Tolerance:
     step: float
     """Error of the step time, in either direction, as a share of the prediction."""
     memory_below: float
-    """Largest amount of a predicted peak below the measured peak, as a share of the measured peak."""
+    """Share of the measured peak by which the predicted peak may be smaller."""
     memory_above: float
-    """Largest amount of a predicted peak above the measured peak, as a share of the measured peak."""
+    """Share of the measured peak by which the predicted peak may be larger."""
     memory_slack_bytes: int = SLACK_BYTES
-    """Bytes that a predicted peak may be below or above the measured peak, in addition to these shares."""
+    """Bytes by which a predicted peak may be smaller or larger, in addition to `memory_below` and `memory_above`."""
 
     def allows_peak(self, *, predicted: float, measured: float) -> bool:
         """Return True if a predicted peak is within the tolerance of the measured one, both in bytes."""

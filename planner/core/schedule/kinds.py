@@ -109,4 +109,4 @@ WEIGHT_BACKWARD: Final = ActionKind(
 KINDS: Final[Mapping[Letter, ActionKind]] = {
     kind.letter: kind for kind in (FORWARD, BACKWARD, INPUT_BACKWARD, WEIGHT_BACKWARD)
 }
-"""All kinds by letter, in the order of counts and drawings."""
+"""All kinds by letter. Legends and lists have the same order."""

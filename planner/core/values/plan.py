@@ -163,7 +163,7 @@ class SolverReport:
     """Lower bound of the step time of all plans with named schedules, if above `lower_bound_us`; else 0."""
 
     def named_gap(self, step_us: float) -> float | None:
-        """Return the gap between the plan's step time and `named_lower_bound_us`; None without this bound."""
+        """Return (step time - bound) / step time, with the lower bound of named schedules; None without this bound."""
         return max(0.0, 1 - self.named_lower_bound_us / step_us) if self.named_lower_bound_us and step_us else None
 
 

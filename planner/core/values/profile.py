@@ -187,7 +187,7 @@ class ArrayKind:
     plain_bytes: int
     """Size without padding."""
     loop_bytes: int
-    """Size in a loop over micro-batches, which may store float32 arrays with 16 bits per number."""
+    """Size in a loop over micro-batches. A loop may store float32 operands of matmuls with 16 bits per number."""
     count: int = 1
 
 
@@ -275,7 +275,8 @@ class LayerProfile:
     backward_input_us: tuple[float, ...] = ()
     """Time of the input-gradient pass (I), plus the additional time of the forward that prepares a split backward."""
     backward_weight_us: tuple[float, ...] = ()
-    """Time of the weight-gradient pass (W). The times of I and W need not add up to `backward_us`."""
+    """Time of the weight-gradient pass (W), for each micro-batch size. The times of I and W need not add up to
+    `backward_us`."""
     spread: tuple[float, ...] = ()
     """Half-width of the 95 % interval of forward plus backward time, divided by that time."""
     output_bytes: tuple[int, ...]
@@ -283,7 +284,7 @@ class LayerProfile:
     saved_bytes: tuple[int, ...]
     """Bytes that this layer saves for backward, for each micro-batch size; see `docs/cost-model.md`."""
     weight_held_bytes: tuple[int, ...] = ()
-    """Memory that this layer stores between the two passes of a split backward."""
+    """Bytes that this layer stores between the two passes of a split backward, for each micro-batch size."""
     forward_peak_bytes: tuple[int, ...] = ()
     backward_peak_bytes: tuple[int, ...] = ()
     forward_flops: tuple[int, ...] = ()

@@ -42,7 +42,7 @@ _SAMPLES: Final = (4, 2)
 """Numbers of samples to try, in order."""
 
 _MOST_BYTES: Final = 1_350_000_000
-"""Upper bound on the bytes of parameters and outputs of a model that is run for this check."""
+"""Largest model whose losses are compared: bytes of its parameters and of `_OUTPUT_COPIES` copies of its output."""
 
 _OUTPUT_COPIES: Final = 4
 """Number of copies of the model's output in memory while the loss is computed."""
@@ -105,8 +105,9 @@ def check_loss(loaded: LoadedModel) -> CheckedLoss:
     The model runs on the CPU, or on the device where `build_model` puts it.
 
     Returns:
-        The model with its `counted_labels`, and notes and warnings for the user. If the loss of the mini-batch is not
-        the weighted mean, a warning says so. If the model cannot run on this machine, its losses are not compared.
+        The model, and notes and warnings for the user. The model's `counted_labels` are the labels over which its own
+        loss is a mean. If the loss of the mini-batch is not the weighted mean, a warning says so. If the model cannot
+        run on this machine, its losses are not compared.
 
     Raises:
         ModelError: `loss_fn` reads parameters of the model or tensors that `forward` does not return, or `loss_count`

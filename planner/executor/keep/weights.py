@@ -26,7 +26,7 @@ _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64
 
 # The description of a tensor takes about 130 bytes, but scripts store other values as well.
 _BYTES_PER_NAME, _BYTES_BESIDE = 2**13, 2**20
-"""Upper bounds on the bytes of descriptions in a `torch.save` file: for each tensor, and for all other values."""
+"""Upper bounds on the bytes of `data.pkl` in a `torch.save` file: per tensor of the model, and for all other values."""
 
 _NESTED = ("model", "state_dict", "model_state_dict")
 """Keys under which training scripts store the state dict."""

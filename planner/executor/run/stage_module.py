@@ -126,7 +126,10 @@ class StageModule(nn.Module):
             for layer in layers[1:]
             if isinstance(layer.module, ModelStage)
         ]
-        """State of the modules whose forward began in an earlier layer, for each layer except the first."""
+        """For each layer except the first: state of the modules that span this layer and an earlier one.
+
+        Each layer runs the `forward` of such a module from its start, so the state is restored first.
+        """
         self.micro_batch = 0
         self.targets: list[Any] = []
         self.seen: Callable[[int, Any], None] | None = None

@@ -40,10 +40,10 @@ _MOST_LABELS, _ENOUGH_LABELS = 400, 5000
 exceeded, the box is divided."""
 
 _GROWTH = 1.5
-"""Factor of `_ENOUGH_LABELS` per division of a box. Some boxes do not become easier by division."""
+"""Growth of the limit `_ENOUGH_LABELS` with each division of a `_Box`, because not all boxes become easier."""
 
 _SMALLEST = 1e-9
-"""Longest side of a box that is not divided any more, relative to the largest time in the box."""
+"""A `_Box` is not divided if its ranges of forward and backward times are at most this share of its largest time."""
 
 _ROUNDING = 1 + 1e-9
 

@@ -39,7 +39,12 @@ class CutSearch(Descent[PartitionCandidate]):
         self._fitting = RecomputeFitter(evaluator)
 
     def search(self, starts: Sequence[IntArray], most_actions: int) -> None:
-        """Search from several partitions. `starts` has their cuts, each an array of shape (stages + 1,)."""
+        """Search from several partitions.
+
+        Args:
+            starts: Cuts of each partition, shape (stages + 1,).
+            most_actions: Limit on simulated actions, in total.
+        """
         is_bounded = self.progress.budget.is_bounded
         self.descend(
             (self._evaluate(cuts[None], self._fitting.least_recomputation(1)) for cuts in starts),

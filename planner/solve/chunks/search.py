@@ -58,8 +58,8 @@ _MOST_FROM_BEST = 200_000
 """Largest number of actions of a descent from the best plan of a case."""
 
 _MOST_OF_BOUND, _ROWS_SQUARED = 10_000, 50
-"""Longest time to solve a linear program with a limited budget, in simulated actions; and the squared number of rows
-of a linear program that takes as long as one action."""
+"""Longest time to solve a linear program with a limited budget, as the number of actions that can be simulated in this
+time. For r rows, the time is that of r² / `_ROWS_SQUARED` actions."""
 
 _LARGE_BOUND = 100_000
 """Linear programs that take at least as long as this number of simulated actions count as large. Branch and bound

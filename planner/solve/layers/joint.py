@@ -40,8 +40,8 @@ _ROUNDS, _FEW_ROUNDS = 40, 4
 """Largest number of runs of the dynamic program for one lower bound: with an unlimited and with a limited budget."""
 
 _ORDER, _CELLS = 3, 5
-"""Time to compute an action order, in simulated partitions; number of table entries that take as long as one action.
-"""
+"""Number of partitions that can be simulated while an action order is computed; and number of table entries that can be
+computed while one action is simulated."""
 
 _MOST_SOLVED, _FEW_SOLVED = 400, 40
 """Largest number of stages whose recomputed layers are chosen before all remaining partitions are simulated: with an

@@ -43,7 +43,7 @@ _SHARE_FROM_BEST = 2
 """Divisor of the budget left; if the start is the best plan, one search for an order may use the quotient."""
 
 _OF_BOUND = 4
-"""Divisor of the budget spent so far; the computation of a lower bound for all partitions may use the quotient."""
+"""The lower bound of all partitions is computed if this takes at most 1 / `_OF_BOUND` of the budget spent so far."""
 
 
 def search_orders(
