@@ -52,7 +52,7 @@ class MiniBatches:
         self._first: BatchDigest | None = None
         """Digest of the first mini-batch of this process, or of the first one after a resume."""
         self.checksums = NO_CHECKSUMS
-        """Checksums of the last mini-batch that this process had as a whole."""
+        """Checksums of the last mini-batch that this process received with the samples of all replicas."""
         self.is_compared = False
         """True if the digest of the first mini-batch was compared with those of other ranks."""
 

@@ -50,7 +50,7 @@ class Trainer:
         self._script = ScriptChanges(self._parameters.values() if job.place.num_devices > 1 else [])
         self._agreement = PhaseAgreement(job.place, assembly.groups, job.device, job.activity, script=self._script)
         self._frozen = [name for name, parameter in self._parameters.items() if not parameter.requires_grad]
-        """Parameters that were frozen in the plan and in the last forward."""
+        """Names of the parameters that `build_model` freezes and that no forward has unfrozen."""
         is_float16 = autocast_dtype(job.balance.dtype) == torch.float16
         self._loss_scale = LossScale(self._parameters.values(), job.device) if is_float16 else None
         self.step_index = 0

@@ -24,11 +24,10 @@ MOST_ACTIONS_OF_SEARCH: Final = 1_000_000
 the best plan, may simulate as many."""
 
 _NEAR: Final = 1.1
-"""Largest ratio of a case's step time to the fastest one with which a longer search may make the case the fastest."""
+"""Step time that a case must beat if its plan may be improved later, as a multiple of the fastest step time."""
 
 NEARBY: Final = 1.1
-"""Largest ratio of a plan's step time to the fastest one at which the plan is improved. Longer searches made plans up
-to 17 % faster."""
+"""Multiple of the fastest step time up to which plans are improved. Longer searches made plans up to 17 % faster."""
 
 _CLEARLY: Final = 1.01
 """Ratio of step times above which a plan with more chunks per device counts as slower."""

@@ -29,7 +29,7 @@ _MOST_ACTIONS = 2_000_000
 """Default limit on the actions that one search simulates, which takes some seconds."""
 
 _FEW_BLOCKS = 8
-"""Largest number of batches that a search with a limited budget simulates to prove the best partition optimal."""
+"""Largest number of batches of `BLOCK` partitions that a search with a limited budget simulates to prove optimality."""
 
 
 class SimulationBudget:

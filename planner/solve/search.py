@@ -75,7 +75,7 @@ _MOST_RANKED: Final = 2
 """Number of combinations of width, replicas and M for which action orders are searched."""
 
 _MOST_IMPROVED: Final = 2
-"""Number of plans with searched action orders to improve, if several tensor-parallel widths are possible."""
+"""Number of plans whose action orders are searched again, if several tensor-parallel widths are possible."""
 
 _SHORT_BUDGET: Final = 6
 """Divisor of each schedule's number of simulated actions, in the second pass. This pass uses only the width, replicas

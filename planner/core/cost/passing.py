@@ -94,7 +94,7 @@ class RelayedTensors:
     def peak_weight_backward(self, peaks: FloatArray, backward: Backward) -> FloatArray:
         """Return the peak memory of each stage's weight-gradient pass (W), shape (first layers, last layers).
 
-        `peaks` has the peak memory of each layer's W. `backward` is the micro-batch: `first` or `later`.
+        `peaks` has the peak memory of each layer's W. `backward` selects the first or a later micro-batch.
         """
         # Gradients of a shared parameter wait until all layers that use the parameter have run W.
         running = np.maximum.accumulate(np.where(self._is_first | self._after_first, peaks, 0.0), axis=1)

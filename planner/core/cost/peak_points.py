@@ -87,7 +87,7 @@ WEIGHT_BACKWARDS: Final[tuple[PartName, ...]] = ("first_weight_backward", "weigh
 WITH_BACKWARDS: Final[tuple[PartName, ...]] = (*BACKWARDS, "message", *INPUT_BACKWARDS)
 """Parts that exist while a B or an I runs. These actions receive the gradient of the stage's output."""
 RUNNING: Final[tuple[PartName, ...]] = (*FORWARDS, *WITH_BACKWARDS, *WEIGHT_BACKWARDS, "weight_message")
-"""Parts that exist while an action runs; a device has one at a time."""
+"""Kinds of allocation that exist only while an action runs. A device has at most one of these allocations at a time."""
 _PLACE: Final[Mapping[PartName, int]] = {part: place for place, part in enumerate(PARTS)}
 
 _MOST_COMPARED: Final = 2**22

@@ -335,7 +335,10 @@ def _compute_spans(
 
 
 _Note = Callable[[_Step, bool, float, float], None]
-"""Callback with an action, True for the transfer after it or False for itself, and start and end in microseconds."""
+"""Callback for each action and each transfer.
+
+Arguments: the action; True for the transfer after the action, else False; start and end in microseconds.
+"""
 
 
 def _compute_clocks(

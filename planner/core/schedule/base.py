@@ -49,11 +49,11 @@ class ComputeTimeBounds(NamedTuple):
     work_us: float
     """Forward plus backward time of all layers on the fastest device."""
     forward_us: float
-    """Lower bound of the longest forward of a device."""
+    """Lower bound of the longest forward time of any device, summed over the device's stages."""
     backward_us: float
-    """Lower bound of the longest backward of a device."""
+    """Lower bound of the longest backward time of any device, summed over the device's stages."""
     pair_us: float
-    """Lower bound of the longest forward plus backward of a device."""
+    """Lower bound of the longest forward plus backward time of any device, summed over the device's stages."""
 
 
 class Schedule(ABC):

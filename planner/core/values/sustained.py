@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 _CHIPS: Final = {"a100-40gb": "A100", "a100-80gb": "A100", "h100": "H100", "h200": "H100", "gb200": "GB200"}
-"""Chips of the runs, by accelerator; an H200 has the cores of an H100."""
+"""Value of `SustainedRate.chip` for each accelerator. An H200 has the cores of an H100."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

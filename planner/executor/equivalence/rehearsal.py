@@ -36,7 +36,7 @@ _DEVICE = torch.device("cpu")
 
 _FORWARDS = 64
 _LIMIT_S = 1.0
-"""Time limit in seconds of CPU time."""
+"""CPU time in seconds after which forwards are not repeated any more."""
 _LIMIT = 1e-4
 """Largest relative difference of a loss that can be a rounding error."""
 _MOST_STAGES = 4

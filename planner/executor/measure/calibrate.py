@@ -42,7 +42,7 @@ from planner.model.chain import Layer
 MICRO_BATCHES = 8
 _WARM_UPS, _STEPS = 2, 8
 _SIZES = 1024, 1024 * 1024
-"""Numbers of float32 values that cross the boundary: 4 KiB and 4 MiB."""
+"""Numbers of float32 values per message between the two measured processes. The messages have 4 KiB and 4 MiB."""
 
 
 class MeasuredExecutor(NamedTuple):
@@ -133,7 +133,7 @@ def _worker(rank: int, folder: str) -> None:
 
 
 class _Run(NamedTuple):
-    """Steps that one of the two processes recorded."""
+    """Steps that one process of `measure_executor` recorded with one message size."""
 
     steps: tuple[RunStep, ...]
     core_share: float

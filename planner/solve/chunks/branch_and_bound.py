@@ -24,7 +24,8 @@ _SAFE = 1e-6
 """Relative amount by which the lower bound is lowered: several times the tolerances of HiGHS."""
 
 _DOUBT = 1e-6
-"""Smallest time of divided layers that causes a branch, as a share of the work of all layers."""
+"""Smallest undecided time at which the search branches, as a share of the work of all layers. A layer is undecided if
+the solution of the linear program divides it between stages or recompute options."""
 
 _UNLIMITED = 2**31 - 1
 

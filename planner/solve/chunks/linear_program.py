@@ -85,7 +85,7 @@ class RecomputeColumns(NamedTuple):
     columns: list[dict[int, int]]
     """For each recompute option, by layer: column of the variable (0 to 1) for the share of the layer to recompute."""
     rows: dict[int, int]
-    """For each layer: row of the constraint that the stage recomputes no more than its share of the layer."""
+    """For each layer: row of the constraint that its recomputed share is at most the share that is in the stage."""
 
 
 @dataclass(slots=True)

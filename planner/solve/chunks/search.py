@@ -38,7 +38,8 @@ from planner.solve.space.partitions import Evaluator
 from planner.solve.space.prefixes import BoundKind, PrefixBounds
 
 _MOST_OF_SEARCH, _SHARE = 20_000, 4
-"""Limits of one descent that leaves devices unused: number of actions, and divisor of a limited budget left."""
+"""Limits of a descent that leaves devices unused, if the budget is limited: the descent may simulate `_MOST_OF_SEARCH`
+actions, but at most 1 / `_SHARE` of the actions left in the budget."""
 
 _MANY_MICRO_BATCHES, _LARGE_SHARE = 4, 2 / 3
 """Smallest ratio of micro-batches to devices at which searches have one more start, cuts with even work; and share of a
@@ -55,7 +56,7 @@ _MOST_OF_BOUND_ALONE = 400_000
 """Longest time to solve a linear program with an unlimited budget, in simulated actions."""
 
 _MOST_FROM_BEST = 200_000
-"""Largest number of actions of a descent from the best plan of a case."""
+"""Largest number of actions that a local search simulates if it starts from the best plan of a case."""
 
 _MOST_OF_BOUND, _ROWS_SQUARED = 10_000, 50
 """Longest time to solve a linear program with a limited budget, as the number of actions that can be simulated in this

@@ -62,7 +62,7 @@ class SimulationTables:
     free_bytes: Sequence[float]
     """Memory of each device for micro-batches."""
     busy_us: Sequence[float]
-    """Result of `OrderProblem.busy_us` for each device."""
+    """Time that each device is busy in a step, including all-reduces and the optimizer."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -46,7 +46,7 @@ _CHECK_ORDERS = 1
 """Number of orders that can be made in the time of one check by the exact memory model."""
 
 _LOOKAHEAD = (3, 8, 20)
-"""Values of `lookahead` to try with known orders."""
+"""Values to try for the argument `lookahead` of `follow_order`, with the orders from which the search starts."""
 
 _RULES_SHARE, _PATIENCE_SHARE = 0.3, 0.3
 """Probability that a change affects the rules instead of the order; and that a change of the rules affects patience."""

@@ -16,7 +16,7 @@ from planner.solve.request import Request
 from planner.solve.search import MOST_WORK, solve
 
 _TIME_LIMIT_S = 5.0
-"""Time limit in seconds; claims that are not verified by then are reported as unverified."""
+"""Time limit in seconds of each search that verifies the status, the lower bound or the frontier of a plan."""
 
 _ACTIONS = 30_000
 """Number of actions simulated per schedule, if the plan does not claim to be optimal: some tenths of a second."""

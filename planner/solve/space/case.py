@@ -68,7 +68,11 @@ class Case:
     rules: StageRules
     chunks: int = 1
     least_recompute_us: Callable[[int, float, PeakPoints], FloatArray] | None = None
-    """Function that returns the recomputation time with which each stage fits; None to recompute only whole stages."""
+    """Function that returns lower bounds of the recomputation time with which each stage fits.
+
+    Arguments: number of layers of the longest stage; memory limit in bytes; points in the step with the peak memory.
+    Result: array as from `RecomputeTimes.table`. If None, only whole stages are recomputed.
+    """
     _memory: dict[tuple[int, int], MemoryTable] = field(default_factory=dict, repr=False, compare=False)
 
     def partition(self, cuts: Sequence[int] | IntArray, choices: Sequence[int] | IntArray, **more: Any) -> Partition:
