@@ -22,6 +22,7 @@ def shown_by(cell: str, names: dict[str, Any]) -> Any:
     return None if last is None else eval(compile(last, "cell", "eval"), names)
 
 
+@pytest.mark.slow
 def test_cells_run_in_order_without_jupyter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     no_calibration(monkeypatch)

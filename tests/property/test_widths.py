@@ -116,6 +116,7 @@ def solved(profile: Profile, inputs: Inputs) -> Plan | None:
         return None
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(profile=profiles(), inputs=requests())
 def test_best_width_equals_brute_force(profile: Profile, inputs: Inputs) -> None:
@@ -132,6 +133,7 @@ def test_best_width_equals_brute_force(profile: Profile, inputs: Inputs) -> None
         event(f"width {plan.tensor_parallel}")
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(profile=profiles(), inputs=requests())
 def test_open_width_is_at_least_as_fast_as_each_width(profile: Profile, inputs: Inputs) -> None:

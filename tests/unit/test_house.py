@@ -165,6 +165,7 @@ def test_recipes_change_few_modules() -> None:
     assert long == LONG_RECIPES
 
 
+@pytest.mark.slow
 def test_only_nightly_tests_read_a_clock() -> None:
     tests = {path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("test_*.py")}
     readers = {name for path in tests if not path.startswith("tests/gpu/") for name in clock_readers(path)}

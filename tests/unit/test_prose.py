@@ -38,6 +38,7 @@ def test_documents_use_the_terms_of_the_glossary(page) -> None:
     assert INSTEAD_OF.findall(" ".join(sentences(page.read_text(encoding="utf-8")))) == []
 
 
+@pytest.mark.slow
 def test_messages_and_docstrings_use_the_terms_of_the_glossary() -> None:
     constants = ((m.path, n.value) for m in modules() for n in ast.walk(m.tree) if isinstance(n, ast.Constant))
     texts = ((path, value) for path, value in constants if isinstance(value, str))

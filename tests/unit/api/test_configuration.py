@@ -104,6 +104,7 @@ T5 = {
 }
 
 
+@pytest.mark.slow
 def test_engines_without_t5_refuse_its_plan(tmp_path, capsys, monkeypatch):
     """Only the schedule can be written."""
     monkeypatch.chdir(tmp_path)
@@ -119,6 +120,7 @@ def test_engines_without_t5_refuse_its_plan(tmp_path, capsys, monkeypatch):
     assert call(capsys, *_next(ran.err)).code == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [(), ("--expert-parallel", "4")])
 def test_suggested_next_commands_of_a_configuration_work(more, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -158,6 +160,7 @@ def test_suggested_number_of_devices_holds_a_large_model(capsys: pytest.CaptureF
     assert "--expert-parallel" in ran.err
 
 
+@pytest.mark.slow
 def test_configuration_has_a_profile_of_each_width(tmp_path: Path) -> None:
     """Each block sums its two results; embedding and head have one sum, in forward or backward."""
     profile = of(tmp_path, dtype="bf16")
@@ -284,6 +287,7 @@ def test_undivided_weights_process_all_tokens_on_each_device(tmp_path: Path) -> 
     assert divided.forward_flops[0] == pytest.approx(one.forward_flops[0] / 8, abs=1)
 
 
+@pytest.mark.slow
 def test_replicas_are_a_multiple_of_expert_parallelism(tmp_path: Path) -> None:
     profile = of(tmp_path, ROUTED, expert_parallel=2, tensor_parallel=1)
     with pytest.raises(UsageError, match="divides experts among 2 replicas"):
@@ -328,6 +332,7 @@ def test_all_missing_options_are_reported_together() -> None:
     assert "--layers" not in refused.value.message
 
 
+@pytest.mark.slow
 def test_estimates_keep_headroom_for_their_error_range_by_default(tmp_path: Path) -> None:
     profile, notes = of(tmp_path), list[str]()
     plan = planner.solve(profile, devices=2, mem="4GB", batch=4, note=notes.append)

@@ -74,6 +74,7 @@ def test_profiles_of_different_models_are_not_merged(other: Profile, said: str, 
         planner.solve(written(tmp_path, one_width(1), other), devices=2, mem="1MB", batch=4)
 
 
+@pytest.mark.slow
 def test_profiles_of_different_settings_are_not_merged(tmp_path: Path) -> None:
     asked: dict[str, Any] = {"preset": "llama-2-7b", "device": "estimate:h100", "batch_sizes": 1}
     long = planner.profile(**asked, sequence=4096, tensor_parallel=1)

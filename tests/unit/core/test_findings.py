@@ -105,6 +105,7 @@ def test_every_finding_has_a_case_here() -> None:
     assert list(PROVOKED) == [known.code for known in RULES]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", PROVOKED)
 def test_findings_have_the_severity_of_their_rule(code: str) -> None:
     """Only errors make the answer no."""

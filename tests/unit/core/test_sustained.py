@@ -45,6 +45,7 @@ def test_predictions_have_the_error_range_of_their_rate(shape: dict, device: str
     assert certainty_of(plan, profile).step_ratio == errors
 
 
+@pytest.mark.slow
 def test_accuracy_mentions_token_exchange_of_divided_experts() -> None:
     alone, divided = (
         api.profile(**EXPERTS, device="estimate:h100", batch_sizes="1", expert_parallel=groups) for groups in (1, 2)

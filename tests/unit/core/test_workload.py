@@ -43,6 +43,7 @@ def test_recomputation_lowers_the_utilization() -> None:
     assert ratio < 0.9
 
 
+@pytest.mark.slow
 def test_gpus_of_a_stage_share_its_flops() -> None:
     one, two = (
         api.solve(by_formula(tensor_parallel=t), devices=2 * t, batch=8, recompute="never", tokens="1M", price=2)

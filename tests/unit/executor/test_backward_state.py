@@ -71,6 +71,7 @@ class BetweenLayers(Scaling):
         return value
 
 
+@pytest.mark.slow
 def test_layers_whose_backward_writes_a_buffer_are_not_recomputed() -> None:
     """A recomputation reads the buffer's value of the first forward, and its backward would write a copy."""
     found = checked(Scaling)
@@ -78,6 +79,7 @@ def test_layers_whose_backward_writes_a_buffer_are_not_recomputed() -> None:
     assert found.proof.differs_recomputed == 'a backward changes "layers.0.norm"'
 
 
+@pytest.mark.slow
 def test_a_backward_that_reads_a_tensor_of_another_stage_is_refused() -> None:
     """Its gradient has no values, so no stage could send it."""
     with pytest.raises(ModelError, match='a backward reads "norm", which this stage does not have') as refused:

@@ -319,11 +319,13 @@ def test_optimizers_that_read_all_parameters_are_detected(monkeypatch: pytest.Mo
         check_equivalence(loaded, budget_s=60.0)
 
 
+@pytest.mark.slow
 def test_draws_of_numpy_and_python_equal_those_of_a_plain_loop() -> None:
     found = checked(lambda: nn.Sequential(NumpyMasked(), NumpyMasked(), block()))
     assert (found.warnings, found.proof.cuts, found.proof.recomputed) == ((), 3, True)
 
 
+@pytest.mark.slow
 def test_unseeded_initial_values_are_accepted() -> None:
     found = checked(lambda: nn.Sequential(UnseededUse(unseeded()), block(), UnseededUse(unseeded())))
     assert (found.warnings, found.proof.recomputed) == ((), True)
@@ -342,6 +344,7 @@ def test_tied_weights_with_different_initial_values_are_detected(monkeypatch: py
         checked(build)
 
 
+@pytest.mark.slow
 def test_a_counter_of_the_model_counts_a_recomputation_once() -> None:
 
     class Counting(nn.Module):
@@ -359,6 +362,7 @@ def test_a_counter_of_the_model_counts_a_recomputation_once() -> None:
     assert (found.warnings, found.proof.recomputed) == ((), True)
 
 
+@pytest.mark.slow
 def test_equal_cuts_are_compared_once() -> None:
     said: list[str] = []
     loaded = loaded_model(lambda: nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(14))), WIDTH)
@@ -460,6 +464,7 @@ def test_a_check_that_does_not_fit_in_memory_is_reported(monkeypatch: pytest.Mon
     assert "gradients take" in found.reason
 
 
+@pytest.mark.slow
 def test_cuts_beyond_the_time_limit_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rounds, "_MOST_STAGES", 2)
     loaded = loaded_model(lambda: nn.Sequential(*(nn.Linear(WIDTH, n + 1) for n in range(WIDTH - 1, WIDTH))), WIDTH)
@@ -471,6 +476,7 @@ def test_cuts_beyond_the_time_limit_are_counted(monkeypatch: pytest.MonkeyPatch)
     assert (f"{found.uncovered} cut" in str(found)) is bool(found.uncovered)
 
 
+@pytest.mark.slow
 def test_a_killed_or_slow_check_process_is_reported() -> None:
     child = ChildProcess(lambda _connection: os.kill(os.getpid(), signal.SIGSEGV), limit_s=30)
     with pytest.raises(ChildError, match="ended by SIGSEGV"):
@@ -502,6 +508,7 @@ def test_the_reference_model_has_the_losses_of_a_plain_loop() -> None:
     assert losses == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_models_with_batch_deviation_are_checked_with_two_samples() -> None:
     """The standard deviation of one sample is NaN."""
 
@@ -599,6 +606,7 @@ class Mixes(nn.Module):
         return self.third(share * value + (1 - share) * value.flip(1))
 
 
+@pytest.mark.slow
 def test_draws_between_modules_are_equal_in_all_stages() -> None:
     found = checked(Mixes)
     assert (found.proof.cuts, found.warnings) == (2, ())

@@ -125,6 +125,7 @@ with FailureWatch(60.0) as watch:
 """
 
 
+@pytest.mark.slow
 def test_a_rank_may_end_after_the_rank_with_the_store(tmp_path: Path) -> None:
     (tmp_path / "worker.py").write_text(LEAVES_LATER)
     assert "Traceback" not in run_ranks(2, ["worker.py"], tmp_path)
@@ -155,6 +156,7 @@ with FailureWatch(60.0) as watch:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_terminated_child_process_is_no_signal_to_the_job(tmp_path: Path, count: int) -> None:
     """`multiprocessing.Pool` ends its workers by SIGTERM."""

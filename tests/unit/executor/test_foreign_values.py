@@ -72,6 +72,7 @@ class SharesWork(torch.optim.SGD):
         return result
 
 
+@pytest.mark.slow
 def test_code_for_several_processes_runs_as_in_one() -> None:
     """Other ranks run other layers, so a collective operation of one layer would wait forever."""
 
@@ -107,12 +108,14 @@ class CallsLater(nn.Module):
         return head(value)
 
 
+@pytest.mark.slow
 def test_a_module_that_a_module_returned_is_that_of_the_stage() -> None:
     """Stages called the module of the model whose layers were found, which has no values."""
     proof = checked(CallsLater).proof
     assert (proof.cuts, proof.uncovered, proof.gradients) == (4, 0, 10)
 
 
+@pytest.mark.slow
 def test_a_file_may_return_the_same_model_each_time() -> None:
     """Building a stage removes the parameters of other stages from the model."""
     model = CallsLater()
@@ -147,6 +150,7 @@ def in_place(target: Tensor, online: Tensor) -> None:
         target.lerp_(online, 0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("update", "why"),
     [

@@ -71,6 +71,7 @@ def layers(*ticks: Callable[[Late], int]) -> Callable[[], nn.Module]:
     return lambda: nn.Sequential(*(layer for tick in ticks for layer in (Late(tick), nn.Linear(WIDTH, WIDTH))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tick", [in_a_dict, by_iterator])
 def test_a_layer_that_would_count_twice_is_not_recomputed(tick: Callable[[Late], int]) -> None:
     """Two steps show no difference."""
@@ -80,6 +81,7 @@ def test_a_layer_that_would_count_twice_is_not_recomputed(tick: Callable[[Late],
     assert "the number" in found.proof.differs_recomputed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("last", [in_the_file, read_from_the_file])
 def test_layers_that_count_in_a_module_level_dict_stay_in_one_stage(last: Callable[[Late], int]) -> None:
     """Each process counts its own layers."""
@@ -88,6 +90,7 @@ def test_layers_that_count_in_a_module_level_dict_stay_in_one_stage(last: Callab
     assert 'the module-level number "STATE.calls" differs' in found.warnings[0]
 
 
+@pytest.mark.slow
 def test_layers_that_share_an_object_stay_in_one_stage() -> None:
     def build() -> nn.Module:
         first, last = Late(in_a_dict), Late(in_a_dict)
@@ -113,6 +116,7 @@ def test_a_number_that_a_backward_changes_is_refused() -> None:
     assert "nonlocal" in refused.value.hint
 
 
+@pytest.mark.slow
 def test_hooks_that_count_in_a_shared_list_are_refused() -> None:
     """Each process counts its own parameters."""
 
@@ -217,6 +221,7 @@ class Captures(nn.Module):
         return self.body(value) + self.features["first"]
 
 
+@pytest.mark.slow
 def test_tensors_that_a_hook_stores_are_no_counter() -> None:
     """Stages delete them after they have run, a plain loop does not."""
     assert checked(Captures).proof.cuts
@@ -245,6 +250,7 @@ def counted(_layer: Late) -> int:
     return int(COUNT["calls"])
 
 
+@pytest.mark.slow
 def test_layers_that_share_a_dict_of_tensors_stay_in_one_stage() -> None:
     """The stage is not recomputed, because it would count twice."""
 
@@ -259,6 +265,7 @@ def test_layers_that_share_a_dict_of_tensors_stay_in_one_stage() -> None:
     assert 'the tensor "0.held.calls" differs' in found.proof.differs_recomputed
 
 
+@pytest.mark.slow
 def test_a_module_level_tensor_that_layers_change_is_refused() -> None:
     """Each process has its own."""
     with pytest.raises(ModelError, match=r'cannot be cut: after "0": a tensor made in 0'):
@@ -274,12 +281,14 @@ class Centered(nn.Linear):
         return super().forward(value - CENTER["mean"])
 
 
+@pytest.mark.slow
 def test_state_that_only_several_samples_change_is_found() -> None:
     """Micro-batches of the check have two samples."""
     with pytest.raises(ModelError, match="cannot be cut"):
         checked(lambda: nn.Sequential(Centered(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), Centered(WIDTH, WIDTH)))
 
 
+@pytest.mark.slow
 def test_losses_that_compare_samples_are_checked_with_two_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     """One sample has no gradient in such a loss, so every stage would seem right."""
     monkeypatch.setattr(check, "is_large_model", lambda _chain: True)
@@ -325,6 +334,7 @@ class Noisy(nn.Linear):
         return super().forward(value + torch.from_numpy(noise).to(value))
 
 
+@pytest.mark.slow
 def test_models_that_train_differently_every_time_are_refused() -> None:
     """The message does not blame the stages."""
     with pytest.raises(ModelError, match="trains differently every time, also in a plain loop"):
@@ -345,6 +355,7 @@ class Numbered(nn.Linear):
         return super().forward(value) * self.scale
 
 
+@pytest.mark.slow
 def test_a_build_that_counts_instances_is_named_as_the_cause() -> None:
     with pytest.raises(ModelError, match=r'returns another model when it is called again: "0\.scale" is '):
         checked(lambda: nn.Sequential(Numbered(), Numbered()))

@@ -69,6 +69,7 @@ def checked(*scales: Callable[[Layer, Tensor], Any]) -> EquivalenceResult:
     return check_equivalence(loaded_model(build, WIDTH, loss_fn=lambda out, _: out.square().mean()), budget_s=60)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("late_steps")
 def test_layers_that_later_share_a_value_stay_in_one_stage() -> None:
     """Two steps have four calls; the tenth is in step 5."""
@@ -79,6 +80,7 @@ def test_layers_that_later_share_a_value_stay_in_one_stage() -> None:
     assert 'the module-level number "SCALE.value", which `forward` changes, in step' in found.proof.differs_recomputed
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("late_steps")
 def test_a_layer_with_hidden_state_is_not_recomputed() -> None:
     """The twelfth call shows that its iterator runs twice as fast."""
@@ -99,6 +101,7 @@ class TwoParts(nn.Module):
         return self.out(torch.tanh(self.main(value))), side
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("late_steps")
 def test_parts_that_lose_their_gradient_later_are_refused() -> None:
     """A stage gets zeros, with which the optimizer updates weights that a plain loop does not."""
@@ -142,6 +145,7 @@ class Casts(nn.Module):
         return value.float()
 
 
+@pytest.mark.slow
 def test_layers_that_read_requires_grad_are_not_recomputed() -> None:
     """Single layers do not show it: only the second layer of a stage gets an input without gradient."""
     found = checked(if_trained, if_trained)

@@ -88,6 +88,7 @@ def test_a_loss_that_ignores_another_label_is_warned_about(tmp_path: Path) -> No
     assert "the loss is not a mean over samples" in checked.warnings[0]
 
 
+@pytest.mark.slow
 def test_labels_of_transformers_follow_their_loss_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of models that are too large to run."""
     pytest.importorskip("transformers")
@@ -234,6 +235,7 @@ def test_the_loss_check_does_not_change_a_finished_model(tmp_path: Path) -> None
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.slow
 def test_learned_weights_of_losses_are_in_the_layer_that_returns_them(tmp_path: Path) -> None:
     """No operator reads them, because `forward` returns them."""
     text = LABELED.replace('"loss": LOSS', '"scale": self.scale').replace("words, labels", "words")
@@ -358,6 +360,7 @@ def test_own_losses_average_over_all_labels_as_in_a_plain_loop(tmp_path: Path) -
     run_ranks(4, ["train.py"], tmp_path)
 
 
+@pytest.mark.slow
 def test_tensors_of_an_object_in_the_output_are_no_parameters(tmp_path: Path) -> None:
     """An autoencoder returns the object of its posterior; the parameters behind it are read through the output."""
     text = """

@@ -105,6 +105,7 @@ def test_an_optimizer_of_the_script_is_checked_when_a_run_starts(tmp_path: Path)
     pipeline.close()
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_begins_to_clip_during_a_run_raises_in_that_step(tmp_path: Path) -> None:
     pipeline = Pipeline(balance_of(tmp_path, MODEL + OPTIMIZER))
     pipeline.balance = replace(pipeline.balance, balance=(3, 2))

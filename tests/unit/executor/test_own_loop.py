@@ -29,6 +29,7 @@ Path(f"loss-{pipeline.rank}").write_text(str(loss))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", ["step", "evaluate"])
 def test_every_rank_has_the_loss_if_the_last_stage_ends_first(tmp_path: Path, call: str) -> None:
     """`close()` after a step, and `evaluate()`, wait until the loss has been sent."""

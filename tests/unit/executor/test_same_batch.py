@@ -78,6 +78,7 @@ def test_placeholders_of_inputs_have_no_digest() -> None:
     assert real.inputs != real.targets
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["loader", "own_part", "step"])
 def test_ranks_with_different_samples_do_not_train(tmp_path: Path, how: str) -> None:
     write_balance(TWO, tmp_path / "balance.yaml")
@@ -89,6 +90,7 @@ def test_ranks_with_different_samples_do_not_train(tmp_path: Path, how: str) -> 
     assert not list(tmp_path.glob("trained-*"))
 
 
+@pytest.mark.slow
 def test_a_sampler_over_replicas_trains(tmp_path: Path) -> None:
     """Each replica trains on its part, and all report the loss of both."""
     write_balance(replace(TWO, balance=(5,), replicas=2, batch=16), tmp_path / "balance.yaml")

@@ -38,6 +38,7 @@ def test_every_start_has_keys_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len({agreed[0] for agreed in rounds}) == 3
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_join_are_named() -> None:
     """Other ranks name the first rank."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=SOON)
@@ -48,6 +49,7 @@ def test_ranks_that_do_not_join_are_named() -> None:
         store_module._agree_on_name(server, 2, 3, timedelta(seconds=0.5))
 
 
+@pytest.mark.slow
 def test_awaited_ranks_are_printed_at_intervals(monkeypatch, capsys):
     monkeypatch.setattr(store_module, "_REPORTED_EVERY_S", 0.2)
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=SOON)

@@ -81,6 +81,7 @@ class Listed(Mixture):
         return self.head(value), torch.stack(self.losses).sum()
 
 
+@pytest.mark.slow
 def test_losses_appended_to_a_list_cross_the_cuts() -> None:
     result = compare_all_ways(Listed(), num_stages=4, sizes=(3, 5))
     assert len(result.chain.names) == 5

@@ -41,6 +41,7 @@ def write_configuration(folder: Path, content: dict[str, Any], *architectures: s
     return str(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("content", "architecture", "task", "built"),
     [

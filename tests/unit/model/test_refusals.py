@@ -199,6 +199,7 @@ class ArrayBetweenModules(Blocks):
         return value + torch.from_numpy(signs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("build", "message"),
     [
@@ -232,6 +233,7 @@ class Calls(nn.Module):
         return values[1](values[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("choose", "kind"),
     [(lambda module: module.other, "Linear"), (lambda _module: lambda value: value.tanh(), "function")],

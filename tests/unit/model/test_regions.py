@@ -54,6 +54,7 @@ def values(batch: int) -> Tensor:
     return torch.randn(batch, WIDTH)
 
 
+@pytest.mark.slow
 @REENTRANT
 def test_gradients_cross_cuts_between_checkpointed_blocks(*, reentrant: bool) -> None:
     """No cut goes through a checkpointed block."""
@@ -92,6 +93,7 @@ def test_cuts_lie_between_checkpointed_segments_of_several_blocks(*, reentrant: 
     assert len(compare_all_ways(Segments(lambda block, value: block(value)), values, num_stages=4).chain.names) == 4
 
 
+@pytest.mark.slow
 @REENTRANT
 def test_no_cut_follows_a_checkpoint_with_code_after_its_module(*, reentrant: bool) -> None:
     """A later stage would recompute that code."""
@@ -128,6 +130,7 @@ class RecomputingFunction(torch.autograd.Function):
         return (None, *torch.autograd.grad(result, [value, *parameters], gradient))
 
 
+@pytest.mark.slow
 def test_results_inside_an_autograd_function_are_not_cut() -> None:
     """They have no graph. The refusal names `use_reentrant=False`."""
     apply = RecomputingFunction.apply
@@ -176,6 +179,7 @@ def test_functions_without_modules_run_again_after_each_cut(function: Callable[[
     )
 
 
+@pytest.mark.slow
 def test_masks_made_under_vmap_are_computed_again_after_each_cut() -> None:
     """Attention masks of transformers 4 use an autograd function of torch."""
 

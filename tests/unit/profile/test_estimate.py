@@ -74,6 +74,7 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
 # Memory
 
 
+@pytest.mark.slow
 def test_an_estimated_device_has_an_assumed_reserve() -> None:
     """The profile states it, and it is the default of `solve`."""
     profile = estimated(loaded_model(blocks, words, loss_fn=loss_of_first_word), 2)
@@ -206,6 +207,7 @@ def test_estimated_backwards_are_split_by_operator() -> None:
     assert last.backward_input_us[0] == pytest.approx(last.backward_weight_us[0], rel=0.1)
 
 
+@pytest.mark.slow
 def test_an_estimated_profile_names_its_device() -> None:
     profile = estimated(loaded_model(blocks, words, loss_fn=loss_of_first_word), 2)
     assert (profile.device.how, profile.device.kind) == ("estimated", "cuda")
@@ -213,6 +215,7 @@ def test_an_estimated_profile_names_its_device() -> None:
     assert profile.device.memory_bytes == 80 * 10**9
 
 
+@pytest.mark.slow
 def test_an_estimated_gpu_steps_all_parameters_at_once() -> None:
     """As AdamW does by default on a GPU."""
     profile = estimated(loaded_model(blocks, words, loss_fn=loss_of_first_word, build_optimizer=torch.optim.AdamW), 2)
@@ -316,6 +319,7 @@ def loss_fn(output, target):
 """
 
 
+@pytest.mark.slow
 def test_an_estimated_gpu_computes_in_mixed_precision_by_default(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(MODEL)
     notes: list[str] = []
@@ -356,6 +360,7 @@ class Routed(nn.Module):
         return nn.functional.grouped_mm(value, self.weight, offs=offsets)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(nn.functional, "grouped_mm"), reason="torch has no grouped products")
 def test_models_with_grouped_products_run_at_the_rate_of_experts() -> None:
     """In all of their layers, because the rate is that of whole steps."""

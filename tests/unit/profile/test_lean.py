@@ -68,6 +68,7 @@ def test_only_allocated_layers_have_values() -> None:
     assert model[3].bias.is_meta
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["GPT-2", *(pytest.param(n, marks=pytest.mark.nightly) for n in ("T5", "Swin"))])
 def test_lean_and_whole_models_have_the_same_profile(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Except for times."""

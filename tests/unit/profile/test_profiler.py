@@ -507,6 +507,7 @@ def test_progress_grows_and_stays_below_the_total() -> None:
 needs_tpu = pytest.mark.skipif(find_spec("torchax") is None, reason="needs the extra: pip install 'gpipe-plan[tpu]'")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", [pytest.param("tpu", marks=needs_tpu), "banana", "", "cpu:banana", "cuda:x"])
 def test_an_unknown_device_is_a_usage_error(device: str) -> None:
     def never() -> nn.Module:

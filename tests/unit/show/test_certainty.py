@@ -46,6 +46,7 @@ def test_figures_have_the_digits_that_their_range_allows(step_us, range_us, step
     assert rate_words(taking(step_us), certainty) == rate
 
 
+@pytest.mark.slow
 def test_headline_is_inside_its_range_or_marked_as_predicted():
     """Rounding moves no headline out of the range beside it."""
     rng = random.Random(0)

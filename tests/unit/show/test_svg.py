@@ -61,6 +61,7 @@ def test_svg_legend_lists_only_drawn_kinds():
     assert {"f1", "b1"} <= set(dict(legend_entries(step_of_sample(interleaved()))))
 
 
+@pytest.mark.slow
 def test_svg_of_thousands_of_boxes_is_small():
     many = timeline_svg(step_of_sample(plan(micro_batches=5000)), "many")
     assert len(many) < 100_000

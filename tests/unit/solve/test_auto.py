@@ -219,6 +219,7 @@ def test_auto_is_never_slower_than_a_more_restricted_request(monkeypatch, seed, 
     assert answered > 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3, 6))
 @pytest.mark.parametrize("cap", [UNLIMITED, 1700])
 def test_auto_is_never_slower_than_any_schedule(monkeypatch: pytest.MonkeyPatch, seed: int, cap: int) -> None:
@@ -368,6 +369,7 @@ def test_searched_orders_are_improved_if_a_named_schedule_is_faster(monkeypatch)
     assert len(begun) == 1
 
 
+@pytest.mark.slow
 def test_fastest_schedules_are_searched_again_with_more_effort(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = replace(inputs_of(4, 4), schedule="auto", chunks=0)
     request = Request(inputs=inputs, micro_batches=4, actions=100_000)

@@ -317,6 +317,7 @@ def test_interleaved_is_infeasible_only_if_proven(seed: int) -> None:
 CASES: tuple[tuple[ScheduleName, int], ...] = (("gpipe", 0), ("gpipe", 70), ("1f1b", 0))
 
 
+@pytest.mark.slow
 def test_smallest_limit_is_that_of_the_best_cut() -> None:
     for seed in range(6):
         profile = random_profile(seed, 6, exact=seed % 2 == 0)

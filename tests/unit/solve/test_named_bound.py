@@ -68,6 +68,7 @@ def test_no_named_schedule_beats_the_second_bound(seed: int, memory_bytes: int, 
     assert bound_us > min(case.bound_us for case in cases)
 
 
+@pytest.mark.slow
 def test_only_one_open_request_has_a_second_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     named = solved(eight_layers(0), replace(INPUTS, schedule="zb-h1"))
     searched = solved(eight_layers(0), replace(INPUTS, schedule=SEARCHED.name))

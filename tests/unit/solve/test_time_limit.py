@@ -112,6 +112,7 @@ def test_plan_with_enough_time_equals_the_plan_without_limit() -> None:
         assert solve(profile, Request(inputs=inputs, time_limit_s=600.0)) == unlimited
 
 
+@pytest.mark.slow
 def test_only_the_deadline_module_reads_the_clock() -> None:
     in_room = [module for module in modules() if module.room == "solve"]
     clocks = re.compile(r"^\s*(import|from) (time|datetime)\b", flags=re.MULTILINE)

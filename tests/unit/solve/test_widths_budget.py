@@ -44,6 +44,7 @@ def test_auto_is_not_slower_than_a_named_schedule() -> None:
     assert fastest.step_us <= named.step_us
 
 
+@pytest.mark.slow
 def test_budget_of_a_named_schedule_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a limit, cases with two GPUs per layer take most of the time, though none of their plans is fast."""
     limits = []

@@ -216,6 +216,7 @@ class Added(nn.Module):
         return value
 
 
+@pytest.mark.slow
 def test_sums_between_modules_cross_the_cuts() -> None:
     torch.manual_seed(0)
     loaded = load_of_width_8(Added())
@@ -254,6 +255,7 @@ class Rotated(nn.Module):
         return value
 
 
+@pytest.mark.slow
 def test_a_module_that_reads_its_inputs_device_runs_in_every_stage() -> None:
     """Later stages do not have its input. The device was once the host's, so Llama could not run."""
     torch.manual_seed(0)

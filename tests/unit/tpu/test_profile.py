@@ -130,6 +130,7 @@ def test_compiled_layers_have_known_bytes_and_operations() -> None:
     assert api.solve(profile, devices=3, mem="tpu:v2", batch=512).micro_batches == 2
 
 
+@pytest.mark.slow
 def test_optimizer_steps_are_compiled_once_and_cached(tmp_path: Path, compiled: list[Any]) -> None:
     """A norm's step costs next to nothing."""
     compiler = Compiler("v2", accelerator("tpu:v2"), tmp_path)

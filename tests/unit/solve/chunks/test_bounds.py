@@ -64,6 +64,7 @@ def test_fewer_devices_get_no_linear_program_after_one_without(monkeypatch: pyte
     assert asked == [6]
 
 
+@pytest.mark.slow
 def test_linear_programs_stop_at_the_bound_of_other_cases(monkeypatch: pytest.MonkeyPatch) -> None:
     """The smallest bound of all cases counts."""
     solved: list[float] = []

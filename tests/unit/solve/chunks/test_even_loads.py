@@ -72,6 +72,7 @@ def test_rules_hold() -> None:
     assert all(evaluator.case.rules.allows(cuts[None])[0] for cuts in starts)
 
 
+@pytest.mark.slow
 def test_plan_is_faster_than_from_other_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A short search does not reach such a plan from the other starts."""
     request = Request(inputs=zbv(16), micro_batches=64)

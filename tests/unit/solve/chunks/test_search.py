@@ -226,6 +226,7 @@ def test_no_move_of_a_batch_is_simulated_twice(monkeypatch: pytest.MonkeyPatch) 
     assert best.step_us == original(evaluator, moved, np.zeros((3, 4), dtype=np.int64)).min()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("micro_batches", "is_large"), [(16, False), (32, True)])
 def test_more_moves_are_simulated_at_once_if_steps_are_long(
     monkeypatch: pytest.MonkeyPatch, micro_batches: int, *, is_large: bool
@@ -341,6 +342,7 @@ def test_best_case_is_improved_further_unless_optimal(monkeypatch: pytest.Monkey
     assert search.improve_answer(answer, deadline=Deadline.after(0.0)) == answer
 
 
+@pytest.mark.slow
 def test_descents_in_other_orders_of_moves_find_a_faster_plan() -> None:
     rng, layers = random.Random(2), []
     for n in range(30):

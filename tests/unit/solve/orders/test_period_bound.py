@@ -61,6 +61,7 @@ def fastest_us(profile: Profile, inputs: Inputs) -> tuple[float, float]:
     return best, M * work_us / 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [2, 3])
 def test_bound_is_at_most_every_plan_and_above_the_work(seed: int) -> None:
     """Memory limits require recomputation."""

@@ -59,6 +59,7 @@ def test_auto_searches_orders_for_the_best_named_schedule(monkeypatch: pytest.Mo
     assert plan.predicted.step_us < solve(profile, request).predicted.step_us
 
 
+@pytest.mark.slow
 def test_orders_near_the_memory_limit_are_checked_by_the_exact_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """The approximate memory forbids the order of the best named schedule, so a search that relies on it is slower."""
     work, output = [100.0 * 0.95**n for n in range(10)], [60_000 // 2**n for n in range(10)]
