@@ -35,6 +35,7 @@ from torch.utils._pytree import tree_map_only
 from planner.core.errors import ModelError
 from planner.core.values.units import pluralize
 from planner.model.autocast import autocast_dtype
+from planner.model.backward_code import record_model_code
 from planner.model.calling import arguments_of
 from planner.model.gradient_files import keep_gradients_in_files
 from planner.model.label_counts import label_count
@@ -43,7 +44,14 @@ from planner.model.load import Batch, LoadedModel
 from planner.model.precision import convert_if_needed
 from planner.model.python_state import numbers_in_attributes, numbers_in_user_files, without_leftover_tensors
 from planner.model.reference_norms import whole_mini_batch_statistics
-from planner.model.reference_state import END, ReferenceState, initial_state, state_after_backward, state_after_update
+from planner.model.reference_state import (
+    END,
+    BackwardEffects,
+    ReferenceState,
+    initial_state,
+    state_after_backward,
+    state_after_update,
+)
 from planner.model.seeding import host_generator_states, layer_seed, seed_host, seed_process, seeded_draws
 from planner.model.shortened import SkippedModule, shorten_model
 
@@ -129,7 +137,7 @@ def train_reference(
             if shake is not None and step == options.steps - 1:
                 shake(model)
             try:
-                loss, changed = _loss(model, loaded, options, step, scale=scale, begin=begin_micro_batch)
+                loss, backward = _loss(model, loaded, options, step, scale=scale, begin=begin_micro_batch)
             except Exception as error:
                 _raise_unless_late(error, step, options)
                 break
@@ -137,7 +145,7 @@ def train_reference(
             _refuse_other_buffers(model, saved)
             scale = _unscale(trained, scale)
             losses.append(loss)
-            write(f"gradients-{step}", partial(state_after_backward, loaded, model, loss, changed))
+            write(f"gradients-{step}", partial(state_after_backward, loaded, model, loss, backward))
             if optimizer is None:
                 break
             optimizer.step()
@@ -179,15 +187,15 @@ def _loss(
     *,
     scale: float,
     begin: Callable[[int, int], None],
-) -> tuple[float, str]:
+) -> tuple[float, BackwardEffects]:
     with whole_mini_batch_statistics(model):
         batches = _micro_batches(mini_batch(loaded, options, step), options)
-        loss, changed = _accumulate(model, loaded, batches, scale=scale, begin_micro_batch=partial(begin, step))
+        loss, backward = _accumulate(model, loaded, batches, scale=scale, begin_micro_batch=partial(begin, step))
     if scale == 1.0 and not math.isfinite(loss):
         with_samples = f"with micro-batches of {pluralize(options.micro_batch_size, 'sample')}"
         hint = "check `loss_fn` and the learning rate; deviations over the batch need two samples or more"
         raise _NotFiniteError(f"the loss is {loss} in step {step} of a plain loop, {with_samples}", hint=hint)
-    return loss, changed
+    return loss, backward
 
 
 def mini_batch(loaded: LoadedModel, options: ReferenceOptions, step: int) -> Batch:
@@ -218,8 +226,8 @@ def _accumulate(
     *,
     scale: float,
     begin_micro_batch: Callable[[int], None],
-) -> tuple[float, str]:
-    total, changed = 0.0, ""
+) -> tuple[float, BackwardEffects]:
+    total, changed, functions = 0.0, "", list[str]()
     for number, (batch, weight) in enumerate(zip(batches, _weights(loaded, batches), strict=True)):
         if not weight:
             continue
@@ -231,12 +239,13 @@ def _accumulate(
         total += float(loss.detach()) * weight
         if _has_gradient(model, loss):
             before, drawn, versions = _values(model, loaded), _generators(), _versions(model)
-            (loss * weight * scale).sum().backward()
+            with record_model_code(functions):
+                (loss * weight * scale).sum().backward()
             _refuse_changes(before, _values(model, loaded))
             _refuse_draws(drawn)
             after = _versions(model)
             changed = changed or next((name for name in after if after[name] != versions.get(name, after[name])), "")
-    return total, changed
+    return total, BackwardEffects(changed=changed, runs_model_code=bool(functions))
 
 
 def _versions(model: nn.Module) -> dict[str, tuple[int, int]]:

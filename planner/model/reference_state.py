@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,15 @@ END = "end"
 """File that is written after the last step."""
 
 _POLL_S = 0.01
+
+
+class BackwardEffects(NamedTuple):
+    """Effects of the backwards of a step, apart from gradients."""
+
+    changed: str
+    """Name of a buffer or frozen parameter that a backward changed; empty if there is none."""
+    runs_model_code: bool
+    """True if a backward ran code of the model, such as hooks and autograd functions."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +45,8 @@ class ReferenceState:
     """Largest absolute value in all gradients."""
     changed_by_backward: str = ""
     """Name of a buffer or frozen parameter that a backward of this step changed; empty if there is none."""
+    backward_runs_model_code: bool = False
+    """True if a backward of this step ran code of the model, such as hooks and autograd functions."""
 
     def use_as_parameters(self, named: Mapping[str, Tensor]) -> None:
         """Replace the data of parameters with this state's tensors, which must be loaded from a file.
@@ -102,7 +114,7 @@ def initial_state(loaded: LoadedModel, model: nn.Module) -> ReferenceState:
 
 
 def state_after_backward(
-    loaded: LoadedModel, model: nn.Module, loss: float, changed_by_backward: str
+    loaded: LoadedModel, model: nn.Module, loss: float, backward: BackwardEffects
 ) -> ReferenceState:
     """Return gradients, buffers, and Python numbers in attributes and variables, after a backward.
 
@@ -110,7 +122,7 @@ def state_after_backward(
         loaded: Functions of the model file.
         model: Instance that is trained.
         loss: Loss of the step.
-        changed_by_backward: Name of a buffer or frozen parameter that a backward changed.
+        backward: Effects of the backwards of the step, apart from gradients.
     """
     gradients = {f"gradient:{name}": p.grad for name, p in model.named_parameters(remove_duplicate=False)}
     return ReferenceState(
@@ -121,7 +133,8 @@ def state_after_backward(
         largest_gradient=max(
             (largest_magnitude(gradient) for gradient in gradients.values() if gradient is not None), default=0.0
         ),
-        changed_by_backward=changed_by_backward,
+        changed_by_backward=backward.changed,
+        backward_runs_model_code=backward.runs_model_code,
     )
 
 

@@ -13,6 +13,8 @@ A function mode intercepts the operators, whether modules call them or not. Some
 
 - for operators in compiled code, which the mode cannot intercept
 - for weights that are computed from parameters
+- for operators whose x is the result of an autograd function that is not from torch, because the backward of this
+  function may overwrite or free x
 - for parameters with hooks
 - for all parameters of a stage whose modules have backward hooks
 
@@ -32,6 +34,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
@@ -179,7 +182,7 @@ class SplitBackward:
         x, _, bias = operands
         if type(x) not in _PLAIN or x.layout != torch.strided or x.is_complex():
             return False
-        if bias is not None and not self._is_trained(bias) and bias.requires_grad:
+        if _is_result_of_function(x) or (bias is not None and not self._is_trained(bias) and bias.requires_grad):
             return False
         # Function transforms (`torch.func`) and forward-mode derivatives need additional rules of autograd functions.
         is_transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
@@ -300,6 +303,14 @@ def _start_of(use: _DeferredUse) -> Tensor:
     weights = [weight for weight in use.operands[1:] if weight is not None]
     start: Tensor = _WeightGradients.apply(use, *weights)  # type: ignore[no-untyped-call]
     return start
+
+
+def _is_result_of_function(x: Tensor) -> bool:
+    """Return True if an autograd function, except those of torch, returned `x` or the tensor of which `x` is a view."""
+    node: Any = (x if x._base is None else x._base).grad_fn
+    if not isinstance(node, BackwardCFunction):
+        return False
+    return node._forward_cls.__module__.partition(".")[0] not in ("torch", "planner")  # type: ignore[attr-defined]
 
 
 def _autocast_dtype(x: Tensor) -> torch.dtype | None:

@@ -28,6 +28,7 @@ RIGHT = (
     "repositories:vae_of_torch_distributions",
     "loops:freezes_and_unfreezes_the_backbone",
     "loops:goes_back_to_the_best_weights",
+    "backwards:overwrites_its_result_in_backward",
 )
 
 REFUSED = (
@@ -40,6 +41,7 @@ REFUSED = (
     "loops:clips_each_group",
     "loops:divides_by_the_norm_of_all_gradients",
     "loops:unfreezes_a_planned_frozen_backbone",
+    "backwards:deep_equilibrium_with_a_hook",
 )
 
 

@@ -3,7 +3,7 @@
 import math
 import tempfile
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -124,11 +124,14 @@ class EquivalenceRound:
 
     def _writes_of_backwards(self) -> str:
         # The compared pipelines recompute no micro-batch after a backward, so they would not show the difference.
-        options = self.subject.options
-        paths = [self.folder / f"gradients-{step}" for step in range(options.steps + options.late_steps)]
-        states = (ReferenceState.load(path) for path in paths if path.exists())
-        name = next((state.changed_by_backward for state in states if state.changed_by_backward), "")
+        name = next(filter(None, (state.changed_by_backward for state in self._reference_states())), "")
         return name and f'a backward changes "{name}"'
+
+    def _reference_states(self) -> Iterator[ReferenceState]:
+        """Yield the states of the reference after the backwards of each step."""
+        options = self.subject.options
+        paths = (self.folder / f"gradients-{step}" for step in range(options.steps + options.late_steps))
+        return (ReferenceState.load(path) for path in paths if path.exists())
 
     def _difference_of_references(self) -> str:
         """Train the reference again, and describe how the second training differs from the first."""
@@ -168,8 +171,12 @@ class EquivalenceRound:
     def _group_result(self, cuts: Sequence[int]) -> "_GroupResult":
         differences, problem = self._compare_pipeline(cuts, "except-last")
         # If forwards write into state, also compare without recomputation: recomputed layers keep no graph, which the
-        # forward of another micro-batch could damage by writing into it.
-        if not problem.text and not any(rank.writes_state for rank in differences):
+        # forward of another micro-batch could damage by writing into it. Likewise if a backward runs code of the model,
+        # which could read an attribute that the forward of another micro-batch has replaced.
+        is_sensitive = any(rank.writes_state for rank in differences) or any(
+            state.backward_runs_model_code for state in self._reference_states()
+        )
+        if not problem.text and not is_sensitive:
             return _GroupResult(differences)
         without_recomputation, still = self._compare_pipeline(cuts, "never")
         if not still.text:

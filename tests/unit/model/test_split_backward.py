@@ -263,6 +263,36 @@ class Transformed(nn.Module):
         return self.three(x)
 
 
+class Overwriting(torch.autograd.Function):
+    """Overwrites its result in backward, with a write that version counters do not count."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        result = torch.tanh(x)
+        ctx.save_for_backward(result)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (result,) = ctx.saved_tensors
+        slope = 1 - result.square()
+        result.data.zero_()
+        return gradients[0] * slope
+
+
+class Overwritten(nn.Module):
+    """Two weights whose inputs an autograd function returned, one of them as a view, and a weight before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.three = (nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = Overwriting.apply(self.one(x))  # type: ignore[no-untyped-call]
+        x = Overwriting.apply(self.two(x))  # type: ignore[no-untyped-call]
+        return self.three(x.view(2, 2, 6))
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch.compile's
 @pytest.mark.parametrize(
@@ -274,8 +304,9 @@ class Transformed(nn.Module):
         (lambda: compiled("eager"), 4),
         (lambda: compiled("aot_eager"), 2),
         (Transformed, 1),
+        (Overwritten, 1),
     ],
-    ids=["weight frozen", "bias frozen", "computed", "compiled", "compiled by AOT", "transformed"],
+    ids=["weight frozen", "bias frozen", "computed", "compiled", "compiled by AOT", "transformed", "overwritten"],
 )
 def test_weights_that_cannot_be_deferred_get_gradients_in_i(build: Build, number: int) -> None:
     torch._dynamo.reset()

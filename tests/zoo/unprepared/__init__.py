@@ -5,6 +5,7 @@ from pathlib import Path
 
 from tests.zoo.unprepared import (
     autograd_hooks,
+    backwards,
     caches,
     calls,
     conditions,
@@ -159,6 +160,7 @@ def unprepared_models() -> tuple[UnpreparedModel, ...]:
         "techniques": techniques,
         "goals": goals,
         "loops": loops,
+        "backwards": backwards,
     }
     return tuple(
         UnpreparedModel(kind=kind, name=name, text=text)

@@ -1,0 +1,35 @@
+"""Detect code of the model in a backward: hooks, autograd functions, and forwards that a checkpoint runs again.
+
+Such code may read an attribute that the forward of a later micro-batch has already replaced. Torch's own backward
+reads only the graph.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+_LIBRARIES = frozenset(("torch", "planner", *sys.stdlib_module_names))
+"""Packages whose code in a backward reads no attributes of the model."""
+
+
+@contextmanager
+def record_model_code(functions: list[str]) -> Iterator[None]:
+    """Add the names of Python functions that this thread calls in the `with` block, except those of torch.
+
+    Args:
+        functions: List to which the names are added.
+    """
+
+    def see(frame: FrameType, event: str, _argument: Any) -> None:
+        package = str(frame.f_globals.get("__name__")).partition(".")[0]
+        if event == "call" and package not in _LIBRARIES:
+            functions.append(frame.f_code.co_name)
+
+    before = sys.getprofile()
+    sys.setprofile(see)
+    try:
+        yield
+    finally:
+        sys.setprofile(before)
