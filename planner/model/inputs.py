@@ -38,6 +38,13 @@ PLAIN_CONTAINERS = (
 """Hint of the error for a batch with tensors in an object that is no tuple, list or dict."""
 
 
+STACKED = (
+    "pad tensors of different sizes (`torch.nn.utils.rnn.pad_sequence`), stack them (`torch.stack`), and return the "
+    "stacked tensors; if the model needs lists, make them in `forward` of a module around it"
+)
+"""Hint of the error for a list with a tensor or dict per sample, such as the boxes of each image."""
+
+
 def tokens_of_sample(inputs: Any) -> int:
     """Return the tokens of a sample: the length of the longest input of token ids; 0 without such inputs.
 
@@ -74,17 +81,27 @@ def _holds_samples(value: Any, num_samples: int, depth: int) -> bool:
     return False
 
 
-def plain_samples(value: Any, num_samples: int) -> str:
-    """Return a description of a list or array in `value` that has one plain item per sample; else an empty text."""
+PLAIN = (str, int, float)
+"""Types of plain items of samples, such as labels in a list."""
+
+
+def plain_samples(value: Any, num_samples: int, types: tuple[type, ...] = PLAIN) -> str:
+    """Return a description of a list or array in `value` that has one item per sample; else an empty text.
+
+    Args:
+        value: Nested containers.
+        num_samples: Number of samples of the batch.
+        types: Types of the items of such lists.
+    """
     if isinstance(value, np.ndarray):
         return f"a NumPy array of shape {list(value.shape)}" if value.shape[:1] == (num_samples,) else ""
     if isinstance(value, Mapping):
         value = list(value.values())
     elif not isinstance(value, list | tuple):
         return ""
-    elif len(value) == num_samples and all(isinstance(item, str | int | float) for item in value):
+    elif len(value) == num_samples and all(isinstance(item, types) for item in value):
         return f"a {type(value).__name__} of {num_samples} values of type {type(value[0]).__name__}"
-    return next(filter(None, (plain_samples(item, num_samples) for item in value)), "")
+    return next(filter(None, (plain_samples(item, num_samples, types) for item in value)), "")
 
 
 _EXAMPLE = "for example `--input 3x224x224` or `--input 1024:int64:32000`"

@@ -26,7 +26,9 @@ from planner.model.copying import copy_module
 from planner.model.default_loss import DefaultLoss
 from planner.model.growth import SIZES
 from planner.model.inputs import (
+    PLAIN,
     PLAIN_CONTAINERS,
+    STACKED,
     input_tensor,
     plain_samples,
     samples_first_hint,
@@ -364,7 +366,12 @@ def _example_batch(
 def _check_samples(path: str, size: int, pair: Sequence[Any], example: Callable[[int], Any]) -> None:
     """Check that `pair`, the inputs and targets of `example(size)` in file `path`, can be cut into micro-batches."""
     wrong = [list(t.shape) for t in tree_flatten(pair)[0] if isinstance(t, Tensor) and t.shape[:1] != (size,)]
-    if wrong:
+    values = plain_samples(pair, size, (Tensor, dict) if wrong else PLAIN)
+    others = ""
+    if values:  # their number may equal the number of samples by chance
+        with preserve_torch_generators(), contextlib.suppress(Exception):
+            others = plain_samples(example(size + 1), size + 1, (Tensor, dict) if wrong else PLAIN)
+    if wrong and not others:
         raise ModelError(
             f"{path}: `example_batch({size})` returned a tensor of shape {wrong[0]}, "
             f"expected {size} samples in its first dimension",
@@ -376,16 +383,13 @@ def _check_samples(path: str, size: int, pair: Sequence[Any], example: Callable[
             f"{path}: `example_batch({size})` returned a {kind}, which cannot be cut into micro-batches",
             hint=PLAIN_CONTAINERS,
         )
-    values = plain_samples(pair, size)
-    others = ""
-    if values:  # their number may equal the number of samples by chance
-        with preserve_torch_generators(), contextlib.suppress(Exception):
-            others = plain_samples(example(size + 1), size + 1)
     if others:
         raise ModelError(
             f"{path}: `example_batch` returned {values}, one per sample; only tensors are cut into micro-batches",
-            hint="return a tensor (`torch.tensor(labels)`), map texts to numbers in the data loader, and leave out "
-            "values that neither the model nor the loss reads",
+            hint=STACKED
+            if wrong
+            else "return a tensor (`torch.tensor(labels)`), map texts to numbers in the data "
+            "loader, and leave out values that neither the model nor the loss reads",
         )
 
 

@@ -306,6 +306,10 @@ def test_an_unknown_optimizer_is_refused() -> None:
         ("(torch.randn(batch_size, 8), ['cat'] * batch_size)", "a list of 2 values of type str, one per sample"),
         ("({'x': torch.randn(batch_size, 8), 'y': (torch.zeros(batch_size), [1] * batch_size)}, None)", "type int"),
         ("(torch.randn(batch_size, 8), np.zeros((batch_size, 3)))", "a NumPy array of shape [2, 3], one per sample"),
+        ("(torch.randn(batch_size, 8), [torch.zeros(5)] * batch_size)", "a list of 2 values of type Tensor, one per"),
+        ("({'x': [{'box': torch.zeros(5, 4)}] * batch_size}, None)", "type dict, one per sample; only tensors are cut"),
+        ("tuple(zip(*[(torch.zeros(3, 8), {'y': torch.zeros(5)})] * batch_size))", "(pad tensors of different sizes"),
+        ("((torch.zeros(8, batch_size), torch.zeros(8, batch_size)), None)", "a tensor of shape [8, 2], expected 2"),
         ("1 / 0", "`example_batch(2)` raised ZeroDivisionError"),
     ],
 )
