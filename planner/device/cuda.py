@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from planner.core.values.profile import Device
 from planner.device.kind import DeviceKind, Peak
+from planner.device.machine import CACHE_BYTES
 from planner.device.meter import MemoryUsage
 
 _SIDE = 256
@@ -117,6 +118,10 @@ class Cuda(DeviceKind):
         workspaces_bytes = max(0, torch.cuda.memory_allocated(self.device) - before_bytes)
         free, total = torch.cuda.mem_get_info(self.device)
         return max(0, total - free - torch.cuda.memory_reserved(self.device)) + workspaces_bytes
+
+    def equal_layers_bytes(self) -> int:
+        # Large layers of a fast GPU may take as little time as their launches, so several are needed in a row.
+        return max(CACHE_BYTES, torch.cuda.get_device_properties(self.device).total_memory // 64)
 
     def clock(self, threads: int) -> CudaClock:  # noqa: ARG002 - the host's wait
         return CudaClock()

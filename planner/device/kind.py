@@ -8,6 +8,7 @@ import torch
 
 from planner.core.values.profile import Device
 from planner.device.clock import Clock
+from planner.device.machine import CACHE_BYTES
 from planner.device.meter import MemoryMeter
 
 
@@ -98,6 +99,10 @@ class DeviceKind(ABC):
     @abstractmethod
     def describe(self) -> Device:
         """Return the device's name, its memory, and its reserve: memory that is not available for tensors."""
+
+    def equal_layers_bytes(self) -> int:
+        """Return the bytes of parameters of equal layers that may be on the device while they are timed."""
+        return CACHE_BYTES
 
     @abstractmethod
     def clock(self, threads: int) -> Clock:

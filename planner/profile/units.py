@@ -72,11 +72,13 @@ class LayerToMeasure:
     digest: str
     precision: Precision = ""
     device: torch.device = torch.device("cpu")  # noqa: RUF009 - it cannot be changed
+    repeats: int = 1
+    """Number of consecutive equal layers in `module`."""
 
     @property
     def parameter_bytes(self) -> int:
-        """Memory of the layer's parameters, in bytes."""
-        return sum(parameter.nbytes for parameter in self.module.parameters())
+        """Memory of one layer's parameters, in bytes."""
+        return sum(parameter.nbytes for parameter in self.module.parameters()) // self.repeats
 
     def run(self, values: Sequence[Any], received: MeasurementInput) -> list[Any]:
         """Run the layer's forward on a flat list of inputs, and return a flat list of outputs.

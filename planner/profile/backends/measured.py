@@ -31,7 +31,7 @@ from planner.profile.rewriting import rewritten_bytes
 from planner.profile.task import ProfilingTask
 from planner.profile.timing import (
     LayerTimes,
-    layers_exceeding_cache,
+    equal_layers,
     measure_times,
     measured_split_times,
     median_times,
@@ -110,7 +110,7 @@ class MeasuredBackend:
 
 def _fill(task: ProfilingTask, device: torch.device, units: Sequence[LayerToMeasure]) -> None:
     digests = dict.fromkeys(unit.digest for unit in reversed(units))
-    running = [unit.module for digest in digests for unit in layers_exceeding_cache(units, digest)]
+    running = [units[n].module for digest in digests for n in equal_layers(units, digest)]
     allocate_parameters(running, task.chain.model, device)
 
 
