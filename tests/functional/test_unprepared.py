@@ -29,6 +29,7 @@ RIGHT = (
     "loops:freezes_and_unfreezes_the_backbone",
     "loops:goes_back_to_the_best_weights",
     "backwards:overwrites_its_result_in_backward",
+    "detached:running_mean_and_deviation_of_numpy",
 )
 
 REFUSED = (

@@ -43,6 +43,9 @@ class StageDifferences:
     writes_state: bool = False
     """True if forwards write into parameters, buffers or tensors in attributes."""
 
+    receives_gradients: bool = True
+    """False if no backward reaches the stage, so that it was not recomputed."""
+
     def record(self, name: str, ratio: float) -> None:
         """Record `ratio`, the relative difference of the value `name`, unless a larger ratio is recorded already."""
         if self.late_step and not ratio <= LIMIT:

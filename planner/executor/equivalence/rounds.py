@@ -176,11 +176,12 @@ class EquivalenceRound:
         is_sensitive = any(rank.writes_state for rank in differences) or any(
             state.backward_runs_model_code for state in self._reference_states()
         )
+        differs = str(problem if problem.text else self._problem_of_merged_stages(cuts, differences))
         if not problem.text and not is_sensitive:
-            return _GroupResult(differences)
+            return _GroupResult(differences, differs_recomputed=differs)
         without_recomputation, still = self._compare_pipeline(cuts, "never")
         if not still.text:
-            return _GroupResult(without_recomputation, differs_recomputed=str(problem))
+            return _GroupResult(without_recomputation, differs_recomputed=differs)
         if len(cuts) == 1:
             return _GroupResult(without_recomputation, wrong={cuts[0]: still})
         alone: dict[int, CutProblem] = {}
@@ -191,6 +192,14 @@ class EquivalenceRound:
         wrong = {cut: why for cut, why in alone.items() if why.text}
         # If no cut is wrong alone, only several cuts at once cause the problem, and all of them are removed.
         return _GroupResult(without_recomputation, wrong=wrong or dict.fromkeys(cuts, still))
+
+    def _problem_of_merged_stages(self, cuts: Sequence[int], differences: Sequence[StageDifferences]) -> CutProblem:
+        """Compare with stages that get no gradients merged with the next stage; return the problem.
+
+        No backward reaches these stages, so they are recomputed only together with later layers.
+        """
+        reached = [cut for cut, rank in zip(cuts, differences, strict=False) if rank.receives_gradients]
+        return CutProblem() if len(reached) == len(cuts) else self._compare_pipeline(reached, "except-last")[1]
 
     def _compare_pipeline(self, cuts: Sequence[int], recompute: Recompute) -> tuple[list[StageDifferences], CutProblem]:
         """Train a pipeline with these cuts, and compare it with the reference.

@@ -91,7 +91,7 @@ class _RankTraining:
         # A tied tensor may have different names on different ranks, so use its first name.
         first = pipeline.first_names
         self._named = {first.get(name, name): parameter for name, parameter in pipeline.named_parameters()}
-        self._found = StageDifferences()
+        self._found = StageDifferences(receives_gradients=all(m.receives_gradients for m in pipeline.modules))
         self._before = self._wait_for_reference_state("initial")
         self._kept = self._kept_tensors()
         self._in_file: dict[str, float] = {}

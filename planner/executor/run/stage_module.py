@@ -209,6 +209,11 @@ class StageModule(nn.Module):
         others.clear()
         return tuple(next(merged[does]) for does in carries)
 
+    @property
+    def receives_gradients(self) -> bool:
+        """True if a backward reaches this stage. Otherwise the stage is never recomputed."""
+        return self._loss_fn is not None or any(self._carries)
+
     def _record_second_call(self, run: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *arguments: self.timed_recomputation(lambda: run(*arguments))
 

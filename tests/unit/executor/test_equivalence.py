@@ -185,6 +185,23 @@ def test_layers_that_differ_when_run_again_are_not_recomputed() -> None:
     assert "differs by" in found.proof.differs_recomputed
 
 
+class TrainsItself(nn.Linear):
+    """Takes a step in each forward, and returns a result without gradient, so that it is never recomputed alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            (gradient,) = torch.autograd.grad(F.linear(x.detach(), self.weight).square().mean(), self.weight)
+        self.weight.data.sub_(0.1 * gradient)
+        return super().forward(x).detach()
+
+
+@pytest.mark.slow
+def test_layers_without_gradients_are_recomputed_with_later_layers() -> None:
+    found = checked(lambda: nn.Sequential(*(TrainsItself(WIDTH, WIDTH) for _ in range(3)), nn.Linear(WIDTH, WIDTH)))
+    assert (found.warnings, found.proof.cuts, found.proof.recomputed) == ((), 3, False)
+    assert "differs by" in found.proof.differs_recomputed
+
+
 class Chaotic(nn.Module):
     """Amplifies rounding errors, and uses another kernel without a graph."""
 

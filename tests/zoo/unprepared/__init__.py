@@ -39,6 +39,7 @@ from tests.zoo.unprepared import (
     training_tricks,
     updates,
     whole_batches,
+    without_gradients,
 )
 
 __all__ = ["PRELUDE", "UnpreparedModel", "unprepared_models"]
@@ -161,6 +162,7 @@ def unprepared_models() -> tuple[UnpreparedModel, ...]:
         "goals": goals,
         "loops": loops,
         "backwards": backwards,
+        "detached": without_gradients,
     }
     return tuple(
         UnpreparedModel(kind=kind, name=name, text=text)
