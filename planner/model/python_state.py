@@ -11,7 +11,8 @@ values themselves. Each value becomes a number, which is identified by its path:
 The search follows containers, objects of user-defined classes, modules in plain attributes, closures, defaults and
 attributes of functions, class attributes, attributes of tensors, and local variables of generator functions. Of objects
 of libraries, such as a configuration or a schedule of learning rates, it reads only the numbers in their attributes. A
-tensor of at most 1 MiB becomes the sum of its absolute values, with the name `PATH.tensor`.
+tensor of at most 1 MiB becomes the sum of its absolute values, with the name `PATH.tensor`. The tensors in a container
+are counted as `PATH.tensors`.
 """
 
 import ctypes
@@ -48,6 +49,9 @@ NUMBERS = (bool, int, float)
 
 TENSOR = ".tensor"
 """Suffix of a number's name, if the number is the sum of the absolute values of a tensor."""
+
+TENSORS = ".tensors"
+"""Suffix of a number's name, if the number is the count of tensors in a container, such as a memory of features."""
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -113,9 +117,24 @@ def numbers_in_user_files(model: nn.Module, loss_fn: Callable[..., Any]) -> dict
 
 
 def without_leftover_tensors(numbers: Mapping[str, float], kept: Container[str]) -> dict[str, float]:
-    """Return `numbers` without the sums of tensors (`PATH.tensor`), except the sums whose names are in `kept`."""
+    """Return `numbers` without counts of tensors (`PATH.tensors`), and without sums (`PATH.tensor`) of other tensors.
+
+    Args:
+        numbers: Numbers by name.
+        kept: Names of the sums that are kept.
+    """
     # A tensor that did not exist before the first forward may be a result that a forward left behind.
-    return {name: number for name, number in numbers.items() if not name.endswith(TENSOR) or name in kept}
+    return {name: number for name, number in numbers.items() if not name.endswith((TENSOR, TENSORS)) or name in kept}
+
+
+def tensors_in_container(numbers: Mapping[str, float], name: str) -> float | None:
+    """Return the count of tensors in a container; None if `numbers` does not have the container.
+
+    Args:
+        numbers: Numbers by name, such as those of `numbers_in_attributes`.
+        name: Name of the count (`PATH.tensors`).
+    """
+    return numbers.get(name, 0) if f"{name.removesuffix(TENSORS)}.length" in numbers else None
 
 
 def variables_read(modules: Mapping[str, nn.Module], *functions: Any) -> set[str]:
@@ -210,9 +229,12 @@ def _add_content(numbers: dict[str, float], name: str, value: Any, depth: int) -
 
 def _add_items(numbers: dict[str, float], name: str, value: Collection[Any], depth: int) -> None:
     items = value.items() if isinstance(value, dict) else enumerate(value)
-    # Stages delete the tensors that a forward leaves behind, so the number of tensors in a list is no state.
+    # Stages delete the tensors that a forward leaves behind, so tensors are counted separately.
     held = value.values() if isinstance(value, dict) else value
-    numbers[f"{name}.length"] = sum(not isinstance(item, Tensor) for item in held)
+    num_tensors = sum(isinstance(item, Tensor) for item in held)
+    numbers[f"{name}.length"] = len(value) - num_tensors
+    if num_tensors:
+        numbers[name + TENSORS] = num_tensors
     if isinstance(value, set | frozenset):
         return
     for key, item in itertools.islice(items, _MOST_ITEMS):

@@ -43,6 +43,7 @@ REFUSED = (
     "loops:divides_by_the_norm_of_all_gradients",
     "loops:unfreezes_a_planned_frozen_backbone",
     "backwards:deep_equilibrium_with_a_hook",
+    "hidden:memory_in_a_list_of_a_model_used_late",
 )
 
 

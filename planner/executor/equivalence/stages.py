@@ -10,6 +10,7 @@ After the first phase, the rank replaces its gradients by the reference's, so th
 
 import math
 import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -36,9 +37,11 @@ from planner.model.load import LoadedModel
 from planner.model.module_tensors import attribute_tensors
 from planner.model.python_state import (
     TENSOR,
+    TENSORS,
     numbers_in_attributes,
     numbers_in_hooks,
     numbers_in_user_files,
+    tensors_in_container,
     variables_read,
     without_leftover_tensors,
 )
@@ -95,6 +98,7 @@ class _RankTraining:
         self._before = self._wait_for_reference_state("initial")
         self._kept = self._kept_tensors()
         self._in_file: dict[str, float] = {}
+        self._last_numbers: Mapping[str, float] | None = None
 
     def train(self) -> StageDifferences:
         pipeline, loaded, options = self._pipeline, self._trial.loaded, self._trial.options
@@ -197,15 +201,23 @@ class _RankTraining:
         for module in self._pipeline.modules:
             finished = module.finished_modules()
             used |= variables_read(finished)
-            held = without_leftover_tensors(numbers_in_attributes(finished), self._kept)
-            for name, number in {**held, **numbers_in_hooks(finished)}.items():
+            every = {**numbers_in_attributes(finished), **numbers_in_hooks(finished)}
+            self._compare_counts(every, right, lambda _name: True)
+            for name, number in without_leftover_tensors(every, self._kept).items():
                 what = f'the tensor "{name.removesuffix(TENSOR)}"' if name.endswith(TENSOR) else f'{NUMBER} "{name}"'
                 if name in right.numbers:
                     differences.compare_number(what, number, right.numbers[name])
-        for name, number in without_leftover_tensors(self._file_numbers(), at_start).items():
+
+        def is_read(name: str) -> bool:
             file, _, variable = name.rpartition(":")
-            is_used = number != at_start.get(name) or f"{file}:{variable.partition('.')[0]}" in used
-            if is_used and name in right.numbers:
+            return f"{file}:{variable.partition('.')[0]}" in used
+
+        in_files = self._file_numbers()
+        self._compare_counts(in_files, right, is_read)
+        self._last_numbers = right.numbers
+        for name, number in without_leftover_tensors(in_files, at_start).items():
+            variable = name.rpartition(":")[2]
+            if (number != at_start.get(name) or is_read(name)) and name in right.numbers:
                 what = "tensor" if name.endswith(TENSOR) else "number"
                 what = f'the module-level {what} "{variable.removesuffix(TENSOR)}"'
                 differences.compare_number(what, number, right.numbers[name])
@@ -213,6 +225,20 @@ class _RankTraining:
                     # A recomputation may run after the change, and its first forward before.
                     differences.record(f"{what}, which `forward` changes,", math.inf)
             self._in_file[name] = number
+
+    def _compare_counts(
+        self, numbers: Mapping[str, float], right: ReferenceState, is_compared: Callable[[str], bool]
+    ) -> None:
+        # A forward may leave tensors behind, which a stage deletes. But if their count changes from step to step in the
+        # reference, later forwards may read them.
+        before = right.numbers if self._last_numbers is None else self._last_numbers
+        for name, expected in right.numbers.items():
+            if not name.endswith(TENSORS) or expected == before.get(name, 0) or not is_compared(name):
+                continue
+            count = tensors_in_container(numbers, name)
+            if count is not None:
+                what = f'the number of tensors in "{name.rpartition(":")[2].removesuffix(TENSORS)}"'
+                self._found.compare_number(what, count, expected)
 
     def _compare_update(self, optimizer: torch.optim.Optimizer, step: int) -> None:
         right, differences = self._wait_for_reference_state(f"updated-{step}"), self._found

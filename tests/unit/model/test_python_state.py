@@ -92,7 +92,7 @@ CASES = {
     "thread": (LOCAL, {"x.ticks": 3}),
     "tensor": (torch.full((2,), -2.0), {"x.tensor": 4.0}),
     "tensor without values": (torch.ones(2, device="meta"), {}),
-    "leftover": ({"first": torch.ones(2)}, {"x.length": 0, "x.first.tensor": 2.0}),
+    "leftover": ({"first": torch.ones(2)}, {"x.length": 0, "x.tensors": 1, "x.first.tensor": 2.0}),
     "library": (torch.nn.init.xavier_normal_, {}),
 }
 

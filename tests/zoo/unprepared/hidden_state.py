@@ -301,4 +301,79 @@ def build_model():
     config = PretrainedConfig(calls=0)
     return nn.Sequential(*[B(config) for _ in range(4)])
 """,
+    "memory_in_a_list_of_a_model_used_late": """
+class Memory(OneBlock):
+    def __init__(self):
+        super().__init__()
+        self.bank = []
+    def forward(self, x):
+        h = self.block(x)
+        if len(self.bank) >= 36:
+            m = torch.stack(self.bank)
+            h = h + 0.5 * torch.tanh(torch.softmax(h @ m.t(), -1) @ m)
+            del self.bank[0]
+        self.bank.append(h.detach().mean(0))
+        return h
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.i, self.b, self.o = nn.Linear(D, D), nn.ModuleList([Memory(), Block(), Memory()]), nn.Linear(D, D)
+    def forward(self, x):
+        x = self.i(x)
+        for b in self.b:
+            x = b(x)
+        return self.o(x)
+""",
+    "memory_in_a_shared_deque_used_late": """
+from collections import deque
+
+BANK = deque(maxlen=72)
+
+class Memory(OneBlock):
+    def forward(self, x):
+        h = self.block(x)
+        if len(BANK) == BANK.maxlen:
+            m = torch.stack(list(BANK))
+            h = h + 0.5 * torch.tanh(torch.softmax(h @ m.t(), -1) @ m)
+        BANK.append(h.detach().mean(0))
+        return h
+
+def build_model():
+    return nn.Sequential(nn.Linear(D, D), Memory(), Block(), Memory(), nn.Linear(D, D))
+""",
+    "memory_of_a_deque_in_a_large_model": """
+V, L = 700_000, 4
+
+def example_batch(n):
+    x = torch.randint(50, (n, L))
+    return x, torch.randn(n, D)
+
+def build_optimizer(ps):
+    return torch.optim.SGD(ps, lr=0.02, momentum=0.5)
+
+class Embed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(V, D)
+    def forward(self, ids):
+        return self.table(ids).mean(1)
+
+from collections import deque
+
+class Memory(OneBlock):
+    def __init__(self):
+        super().__init__()
+        self.bank = deque(maxlen=12)
+    def forward(self, x):
+        h = self.block(x)
+        if len(self.bank) == self.bank.maxlen:
+            m = torch.stack(list(self.bank))
+            h = h + 0.3 * torch.tanh(torch.softmax(h @ m.t(), -1) @ m)
+        self.bank.append(h.detach().mean(0))
+        return h
+
+def build_model():
+    return nn.Sequential(Embed(), Memory(), Block(), Memory(), nn.Linear(D, D))
+""",
 }
