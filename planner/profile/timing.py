@@ -13,12 +13,13 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import chain, cycle, islice
+from itertools import chain, cycle, filterfalse, islice
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from planner.device.clock import Clock, median_us
+from planner.device.kind import DeviceKind
 from planner.device.kinds import kind_of
 from planner.model.batch_norm import BatchStatistics, defer_batch_norms
 from planner.model.chain import Chain
@@ -41,10 +42,12 @@ _BLOCK = 5
 """Number of repeats between two checks whether the repeats suffice."""
 
 _TOGETHER_US = 20_000.0
-"""Time of forward and backward, in microseconds, up to which consecutive equal layers are timed together."""
+"""Time of forward and backward, in microseconds, up to which consecutive equal layers are timed together on a CPU."""
 
-_MOST_TOGETHER = 8
-"""Largest number of layers that are timed together."""
+_TOGETHER_ON_GPU_US = 60_000.0
+
+_TOGETHER = range(3, 9)
+"""Possible numbers of layers that are timed together."""
 
 _STRETCH_BYTES = 2**28
 """Largest number of bytes that layers timed in one pass keep for backward. With more, data leaves the cache."""
@@ -90,11 +93,12 @@ def measure_times(
     }
     # Layers with equal operators take turns. If only one of them ran, its parameters would stay in the cache.
     equal = {digest: equal_layers(units, digest) for digest, _ in inputs}
-    for n in chain.from_iterable(equal.values()):
-        # Gradients are allocated before anything runs. Between transient tensors, they would fragment the memory.
-        if not is_large(units[n]):
-            fill_missing_gradients(units[n])
-    turns = {key: cycle([units[n] for n in equal[key[0]]]) for key in inputs}
+    # Gradients are allocated before anything runs. Between transient tensors, they would fragment the memory.
+    for unit in filterfalse(is_large, (units[n] for n in chain.from_iterable(equal.values()))):
+        fill_missing_gradients(unit)
+    turns: dict[LayerKey, Iterator[tuple[LayerToMeasure, ...]]] = {
+        key: cycle([(units[n],) for n in equal[key[0]]]) for key in inputs
+    }
     split = SplitBackward()
     with _no_collection(), units[0].weight_cast_cache(), split.weight_cast_cache():
         whole_timer = UnsplitBackwardTimer(clock=clock, statistics=statistics)
@@ -104,20 +108,21 @@ def measure_times(
             times: TimeSamples, timer: UnsplitBackwardTimer, keys: Sequence[LayerKey], steps: Iterator[LayerKey]
         ) -> None:
             for stretch in group_layers_to_time(keys, kept_bytes):
-                layers = [(next(turns[key]), inputs[key]) for key in islice(steps, len(stretch))]
-                for (unit, _), key, (first_us, second_us) in zip(
-                    layers, stretch, time_neighbors(timer, layers), strict=True
-                ):
-                    times[key].append((first_us / unit.repeats, second_us / unit.repeats))
+                turn = {key: next(turns[key]) for key in islice(steps, len(stretch))}
+                layers = [(unit, inputs[key]) for key, timed in turn.items() for unit in timed]
+                times_us = iter(time_neighbors(timer, layers))
+                for key, timed in turn.items():
+                    times[key].append(_times_of_one(timed, list(islice(times_us, len(timed)))))
             next(steps, None)  # counts the last measurement as done
 
         warm_up: TimeSamples = defaultdict(list)
         for timer in (whole_timer, split_timer):
             add_to(warm_up, timer, list(inputs) * _WARM_UPS, iter(list(inputs) * _WARM_UPS))
         for key, kept in kept_bytes.items():
-            number = int(min(_TOGETHER_US / max(1.0, sum(warm_up[key][-1])), _STRETCH_BYTES / max(1, kept)))
-            together = layers_together(task.chain, units, equal[key[0]], number)
-            turns[key], kept_bytes[key] = cycle(together), kept * together[0].repeats
+            number = _number_together(kind_of(units[0].device), sum(warm_up[key][-1]), kept)
+            if together := layers_together(task.chain, units, equal[key[0]], number):
+                turns[key] = zip(cycle(together), cycle([units[n] for n in reversed(equal[key[0]])]), strict=False)
+                kept_bytes[key] = kept * (1 + together[0].repeats)
         # Whole and split backwards take turns, so that a slowdown of the machine affects both alike.
         while short := [key for key in inputs if min(len(samples[key]), len(split_samples[key])) < repeats]:
             add_to(samples, whole_timer, short, progress(short))
@@ -194,22 +199,23 @@ def equal_layers(units: Sequence[LayerToMeasure], digest: str) -> list[int]:
     equal = [n for n, unit in enumerate(units) if unit.digest == digest]
     unit = units[equal[0]]
     most_bytes = kind_of(unit.device).equal_layers_bytes()
-    return equal[: 1 + most_bytes // unit.parameter_bytes] if unit.parameter_bytes else equal[:_MOST_TOGETHER]
+    return equal[: 1 + most_bytes // unit.parameter_bytes] if unit.parameter_bytes else equal[: _TOGETHER[-1]]
 
 
 def layers_together(
     layers: Chain, units: Sequence[LayerToMeasure], equal: Sequence[int], number: int
 ) -> list[LayerToMeasure]:
-    """Return modules of `number` consecutive equal layers each, or the longest that exist.
+    """Return modules of up to `number` consecutive equal layers; none if too few layers can be timed together.
 
-    Before a layer that is timed alone, the host runs other code, which leaves its caches without the code of the layer.
-    A block of a small GPT-2 took 0.62 ms alone, and 0.43 ms after another block.
+    A layer that is timed alone takes longer than in the model. The host has run other code before, and its caches do
+    not contain the code of the layer; a GPU waits for the first launch. A block of a small GPT-2 took 0.62 ms alone and
+    0.43 ms after another block. So the time of a short layer is the difference of several layers and one layer.
 
     Args:
         layers: Chain of all layers.
         units: The same layers, one by one.
         equal: Indices of layers with equal operators, in ascending order.
-        number: Desired number of layers, at most `_MOST_TOGETHER`.
+        number: Desired number of layers, of which at most `_TOGETHER` are used.
     """
     runs: list[list[int]] = []
     for n in equal:
@@ -217,11 +223,25 @@ def layers_together(
             runs[-1].append(n)
         else:
             runs.append([n])
-    number = min(number, _MOST_TOGETHER, max(map(len, runs)))
-    if number <= 1:
-        return [units[n] for n in equal]
+    number = min(number, _TOGETHER[-1], max(map(len, runs)))
+    if number not in _TOGETHER:
+        return []
     firsts = [n for run in runs for n in run[: len(run) - number + 1 : number]]
     return [replace(units[n], module=layers.stage(n, n + number), repeats=number) for n in firsts]
+
+
+def _number_together(kind: DeviceKind, layer_us: float, kept_bytes: int) -> int:
+    most_us = _TOGETHER_ON_GPU_US if kind.has_own_memory else _TOGETHER_US
+    most_bytes = max(_STRETCH_BYTES, 2 * kind.equal_layers_bytes())
+    return int(min(most_us / max(1.0, layer_us), most_bytes / max(1, kept_bytes)))
+
+
+def _times_of_one(timed: Sequence[LayerToMeasure], times_us: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    if len(timed) == 1:
+        return times_us[0]
+    further = timed[0].repeats - timed[1].repeats
+    first_us, second_us = (max(0.0, several - one) / further for several, one in zip(*times_us, strict=True))
+    return first_us, second_us
 
 
 def statistics_update_us(unit: LayerToMeasure, received: MeasurementInput, *, clock: Clock, repeats: int) -> float:
