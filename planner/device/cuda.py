@@ -110,12 +110,7 @@ class Cuda(DeviceKind):
 
         The result includes the memory of other programs, and the workspace of cuBLAS.
         """
-        before_bytes = torch.cuda.memory_allocated(self.device)
-        for dtype in (torch.float32, torch.float16):
-            _use_libraries(self.device, dtype)
-        torch.cuda.synchronize(self.device)
-        torch.cuda.empty_cache()
-        workspaces_bytes = max(0, torch.cuda.memory_allocated(self.device) - before_bytes)
+        workspaces_bytes = _new_workspaces_bytes(self.device)
         free, total = torch.cuda.mem_get_info(self.device)
         return max(0, total - free - torch.cuda.memory_reserved(self.device)) + workspaces_bytes
 
@@ -168,6 +163,8 @@ class _EventMoment(NamedTuple):
 class _StatisticsWatch:
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        # A plan has these bytes in its reserve, so they are no tensors here.
+        self._workspaces_bytes = _new_workspaces_bytes(device)
 
     def begin(self) -> None:
         torch.cuda.reset_peak_memory_stats(self._device)
@@ -176,12 +173,22 @@ class _StatisticsWatch:
         return nullcontext()  # the allocator sees every release
 
     def end(self) -> Peak:
-        tensor_bytes = torch.cuda.max_memory_allocated(self._device)
+        tensor_bytes = torch.cuda.max_memory_allocated(self._device) - self._workspaces_bytes
         free, total = torch.cuda.mem_get_info(self._device)
         return Peak(tensor_bytes, max(0, total - free - tensor_bytes))
 
     def close(self) -> None:
         return
+
+
+def _new_workspaces_bytes(device: torch.device) -> int:
+    """Let libraries allocate their workspaces in torch's allocator, and return the bytes of new ones."""
+    before_bytes = torch.cuda.memory_allocated(device)
+    for dtype in (torch.float32, torch.float16):
+        _use_libraries(device, dtype)
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    return max(0, torch.cuda.memory_allocated(device) - before_bytes)
 
 
 def _use_libraries(device: torch.device, dtype: torch.dtype) -> None:
