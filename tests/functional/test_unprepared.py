@@ -26,6 +26,7 @@ RIGHT = (
     "everyday:vmapped_ensemble_of_mlps",
     "repositories:clip_with_a_mask_in_all_blocks",
     "repositories:vae_of_torch_distributions",
+    "objectives:masked_words_and_next_sentence",
     "loops:freezes_and_unfreezes_the_backbone",
     "loops:goes_back_to_the_best_weights",
     "backwards:overwrites_its_result_in_backward",

@@ -91,12 +91,21 @@ class _LossesOfHalves(NamedTuple):
     """Largest relative error that is accepted as rounding."""
 
     def is_weighted_mean(self, counts: tuple[float, float]) -> bool:
-        total = sum(counts)
-        mean = (self.first * counts[0] + self.second * counts[1]) / total if total else float("nan")
-        rounding = self.tolerance * max(_LEAST_LOSS, *map(abs, (self.whole, self.first, self.second)))
         # Losses that nearly cancel have larger rounding errors, so a small part of the halves' difference is accepted.
         # Wrong weights result in a larger part.
-        return abs(self.whole - mean) <= max(rounding, _UNSEEN * abs(self.first - self.second))
+        return self.error_of_mean(counts) <= max(self._rounding, _UNSEEN * abs(self.first - self.second))
+
+    def error_of_mean(self, counts: tuple[float, float]) -> float:
+        total = sum(counts)
+        mean = (self.first * counts[0] + self.second * counts[1]) / total if total else float("inf")
+        return abs(self.whole - mean)
+
+    def is_sum(self) -> bool:
+        return abs(self.whole - self.first - self.second) <= self._rounding
+
+    @property
+    def _rounding(self) -> float:
+        return self.tolerance * max(_LEAST_LOSS, *map(abs, (self.whole, self.first, self.second)))
 
 
 def check_loss(loaded: LoadedModel) -> CheckedLoss:
@@ -231,7 +240,9 @@ def _compare_halves(loaded: LoadedModel, model: nn.Module, batch: Batch) -> Chec
     for rule in rules:
         if losses.is_weighted_mean(_counts(halves, rule)):
             return _with_counting_rule(loaded, rule)
-    return assumed._replace(warnings=(_no_mean_warning(losses),))
+    # Equal weights only scale the gradients of a sum. Other weights also change their direction.
+    closest = "" if losses.is_sum() else min(rules, key=lambda rule: losses.error_of_mean(_counts(halves, rule)))
+    return _with_counting_rule(loaded, closest)._replace(warnings=(_no_mean_warning(losses),))
 
 
 def _check_without_masks(loaded: LoadedModel, model: nn.Module, batch: Batch) -> CheckedLoss:

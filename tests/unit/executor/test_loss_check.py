@@ -79,6 +79,20 @@ def test_labels_that_a_loss_averages_over_are_found_and_noted(tmp_path: Path, lo
     assert len(checked.notes) == bool(labels)
 
 
+@pytest.mark.parametrize(
+    ("loss", "labels"),
+    [(f"{MEAN_OVER_LABELS} + logits[:, 0, 0].mean()", "all"), (f"{MEAN_OVER_LABELS[:-1]}, reduction='sum')", "")],
+)
+def test_a_loss_that_is_no_mean_gets_the_closest_weights(tmp_path: Path, loss: str, labels: CountedLabels) -> None:
+    """Classes that transformers does not know have the loss function of language models, which shifts labels."""
+    text = LABELED.replace(
+        "return Model()", "model = Model()\n    model.loss_function = ForCausalLMLoss\n    return model"
+    )
+    checked = check_loss(load_with_loss(tmp_path, f"{text}\n\ndef ForCausalLMLoss(): ...\n", loss))
+    assert checked.loaded.counted_labels == labels
+    assert "the loss is not a mean over samples" in checked.warnings[0]
+
+
 def test_a_loss_that_ignores_another_label_is_warned_about(tmp_path: Path) -> None:
     """A loss that ignores the label 0 raises an error for -100, so the check cannot mask labels."""
     text = LABELED.replace("masked, -100", "masked, 0")

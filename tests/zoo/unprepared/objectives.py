@@ -327,4 +327,34 @@ class Net(nn.Module):
             x = checkpoint(b, x, use_reentrant=k % 2 == 0) if x.requires_grad else b(x)
         return self.out(x)
 """,
+    "masked_words_and_next_sentence": """
+def ForCausalLMLoss(logits, labels):
+    raise NotImplementedError
+
+class Pretraining(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.loss_function = ForCausalLMLoss  # as in classes that transformers does not know
+        self.emb, self.blocks = nn.Embedding(12, D), nn.ModuleList(Block() for _ in range(3))
+        self.words, self.order = nn.Linear(D, 12), nn.Linear(D, 2)
+
+    def forward(self, input_ids, labels, next_sentence_label):
+        x = self.emb(input_ids)
+        for b in self.blocks:
+            x = b(x)
+        words = F.cross_entropy(self.words(x).flatten(0, 1), labels.flatten())
+        return {"loss": words + 0.1 * F.cross_entropy(self.order(x[:, 0]), next_sentence_label)}
+
+def build_model():
+    return Pretraining()
+
+def example_batch(n):
+    ids = torch.randint(12, (n, 6))
+    labels = ids.masked_fill(torch.rand(n, 6) < 0.6, -100)
+    labels[:, 0] = ids[:, 0]
+    return {"input_ids": ids, "labels": labels, "next_sentence_label": torch.randint(2, (n,))}, None
+
+def loss_fn(out, y):
+    return out["loss"]
+""",
 }
