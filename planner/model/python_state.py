@@ -127,16 +127,6 @@ def without_leftover_tensors(numbers: Mapping[str, float], kept: Container[str])
     return {name: number for name, number in numbers.items() if not name.endswith((TENSOR, TENSORS)) or name in kept}
 
 
-def tensors_in_container(numbers: Mapping[str, float], name: str) -> float | None:
-    """Return the count of tensors in a container; None if `numbers` does not have the container.
-
-    Args:
-        numbers: Numbers by name, such as those of `numbers_in_attributes`.
-        name: Name of the count (`PATH.tensors`).
-    """
-    return numbers.get(name, 0) if f"{name.removesuffix(TENSORS)}.length" in numbers else None
-
-
 def variables_read(modules: Mapping[str, nn.Module], *functions: Any) -> set[str]:
     """Return the module-level variables, as `file:name`, that modules and functions may read, directly or in calls."""
     classes = {cls for module in modules.values() for cls in type(module).__mro__ if is_user_module(cls.__module__)}

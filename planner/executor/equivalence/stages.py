@@ -10,7 +10,7 @@ After the first phase, the rank replaces its gradients by the reference's, so th
 
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -41,7 +41,6 @@ from planner.model.python_state import (
     numbers_in_attributes,
     numbers_in_hooks,
     numbers_in_user_files,
-    tensors_in_container,
     variables_read,
     without_leftover_tensors,
 )
@@ -198,11 +197,12 @@ class _RankTraining:
     def _compare_numbers(self, right: ReferenceState, at_start: dict[str, float]) -> None:
         differences, used = self._found, set[str]()
         is_recomputed = self._trial.balance.stages[0].recompute != "never"
+        counts = self._changed_counts(right)
         for module in self._pipeline.modules:
             finished = module.finished_modules()
             used |= variables_read(finished)
             every = {**numbers_in_attributes(finished), **numbers_in_hooks(finished)}
-            self._compare_counts(every, right, lambda _name: True)
+            self._compare_counts(every, right, [name for name in counts if self._owner(name) in finished])
             for name, number in without_leftover_tensors(every, self._kept).items():
                 what = f'the tensor "{name.removesuffix(TENSOR)}"' if name.endswith(TENSOR) else f'{NUMBER} "{name}"'
                 if name in right.numbers:
@@ -213,8 +213,7 @@ class _RankTraining:
             return f"{file}:{variable.partition('.')[0]}" in used
 
         in_files = self._file_numbers()
-        self._compare_counts(in_files, right, is_read)
-        self._last_numbers = right.numbers
+        self._compare_counts(in_files, right, filter(is_read, counts))
         for name, number in without_leftover_tensors(in_files, at_start).items():
             variable = name.rpartition(":")[2]
             if (number != at_start.get(name) or is_read(name)) and name in right.numbers:
@@ -226,19 +225,23 @@ class _RankTraining:
                     differences.record(f"{what}, which `forward` changes,", math.inf)
             self._in_file[name] = number
 
-    def _compare_counts(
-        self, numbers: Mapping[str, float], right: ReferenceState, is_compared: Callable[[str], bool]
-    ) -> None:
+    def _changed_counts(self, right: ReferenceState) -> list[str]:
         # A forward may leave tensors behind, which a stage deletes. But if their count changes from step to step in the
         # reference, later forwards may read them.
         before = right.numbers if self._last_numbers is None else self._last_numbers
-        for name, expected in right.numbers.items():
-            if not name.endswith(TENSORS) or expected == before.get(name, 0) or not is_compared(name):
-                continue
-            count = tensors_in_container(numbers, name)
-            if count is not None:
-                what = f'the number of tensors in "{name.rpartition(":")[2].removesuffix(TENSORS)}"'
-                self._found.compare_number(what, count, expected)
+        self._last_numbers = right.numbers
+        return [n for n, count in right.numbers.items() if n.endswith(TENSORS) and count != before.get(n, 0)]
+
+    def _compare_counts(self, numbers: Mapping[str, float], right: ReferenceState, names: Iterable[str]) -> None:
+        for name in names:
+            # A stage may also delete the container, or not make it.
+            what = f'the number of tensors in "{name.rpartition(":")[2].removesuffix(TENSORS)}"'
+            self._found.compare_number(what, numbers.get(name, 0), right.numbers[name])
+
+    def _owner(self, name: str) -> str | None:
+        """Return the path of the module that has a number in its attributes; None for a module-level number."""
+        paths = (path for path, _ in self._trial.chain.model.named_modules() if name.startswith(f"{path}."))
+        return None if ":" in name else max(paths, key=len, default=None)
 
     def _compare_update(self, optimizer: torch.optim.Optimizer, step: int) -> None:
         right, differences = self._wait_for_reference_state(f"updated-{step}"), self._found

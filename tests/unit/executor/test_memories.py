@@ -33,12 +33,21 @@ class Memory(nn.Module):
         return x
 
 
+class MadeLater(Memory):
+    """Makes the list in the first forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "bank"):
+            self.bank = []
+        return super().forward(x)
+
+
 class Called(nn.Module):
     """Calls its layers, so that stages delete tensors which layers leave in lists."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.two = Memory([]), Memory([])
+        self.one, self.two = MadeLater(), Memory([])
 
     def forward(self, x: Tensor) -> Tensor:
         return self.two(self.one(x))  # type: ignore[no-any-return]
