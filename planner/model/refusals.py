@@ -8,6 +8,10 @@ from planner.core.errors import ModelError, PlannerError
 
 _IN_PLACE = re.compile(r"in an in-place operation|modified by an inplace operation|to be modified inplace")
 
+_NOT_ON_CPU = re.compile(r"\bon (the )?CPU\b|arguments from the 'CPU' backend")
+
+_HIGHER_ORDER = re.compile(r"HigherOrderOperator (\w+)")
+
 _DTYPES = re.compile(r"self\.dtype|same dtype|scalar type|BFloat16")
 
 _DTYPE_HINT = (
@@ -97,6 +101,18 @@ def _refusal_of_code(where: str, error: BaseException) -> ModelError | None:
             f"{where} registers a hook on an activation, also where no gradients are computed: "
             "in evaluation, and in the first forward of recomputed layers",
             hint="register it only `if h.requires_grad:`, h being that tensor",
+        )
+    operator = _HIGHER_ORDER.search(str(error))
+    if isinstance(error, NotImplementedError) and operator is not None:
+        return ModelError(
+            f"{where} calls the higher-order operator {operator[1]} of torch, whose inner operators cannot be recorded",
+            hint="write a Python loop or condition there, or use `torch.where`",
+        )
+    if isinstance(error, NotImplementedError) and _NOT_ON_CPU.search(str(error)):
+        return ModelError(
+            f"{where} calls a function that does not run on the CPU: {_first_line(error)}",
+            hint="`profile` also runs the model on the CPU, to compare its stages: call another function there if "
+            "`x.device.type` is `cpu`, such as `scaled_dot_product_attention` instead of `flex_attention`",
         )
     if not isinstance(error, RuntimeError) or _IN_PLACE.search(str(error)) is None:
         return None

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._higher_order_ops.while_loop import while_loop
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from planner.core.errors import ModelError, UsageError
@@ -422,6 +423,42 @@ def test_hooks_on_activations_are_refused_with_a_hint_to_a_condition() -> None:
     with pytest.raises(ModelError, match='layer "0" registers a hook on an activation') as refused:
         profile_of_model(loaded)
     assert "if h.requires_grad" in refused.value.hint
+
+
+class NotOnCpu(nn.Linear):
+    """Calls a function that has no implementation for CPUs."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
+        raise NotImplementedError("FlexAttention does not support backward on CPU.")
+
+
+class Loops(nn.Linear):
+    """Calls a higher-order operator."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
+        def is_large(value: Tensor) -> Tensor:
+            return value.norm() > 1
+
+        def smaller(value: Tensor) -> tuple[Tensor]:
+            return (0.5 * value,)
+
+        with torch.no_grad():
+            (value,) = while_loop(is_large, smaller, (input.detach().clone(),))
+        return super().forward(value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "hint"),
+    [
+        (NotOnCpu, "does not run on the CPU", "x.device.type"),
+        (Loops, "higher-order operator while_loop", "Python loop"),
+    ],
+)
+def test_functions_that_cannot_be_recorded_are_refused_with_a_hint(kind: type[nn.Linear], message: str, hint: str):
+    loaded = loaded_model(lambda: nn.Sequential(kind(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)))
+    with pytest.raises(ModelError, match=message) as refused:
+        profile_of_model(loaded)
+    assert hint in refused.value.hint
 
 
 class Scatters(nn.Module):

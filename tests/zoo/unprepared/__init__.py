@@ -37,6 +37,7 @@ from tests.zoo.unprepared import (
     tensor_kinds,
     ties,
     training_tricks,
+    uncommon,
     updates,
     whole_batches,
     without_gradients,
@@ -163,6 +164,7 @@ def unprepared_models() -> tuple[UnpreparedModel, ...]:
         "loops": loops,
         "backwards": backwards,
         "detached": without_gradients,
+        "uncommon": uncommon,
     }
     return tuple(
         UnpreparedModel(kind=kind, name=name, text=text)
