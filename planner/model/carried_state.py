@@ -19,7 +19,7 @@ from planner.model.attributes import AttributeChange
 from planner.model.recording import END, CarriedState, Recording
 
 AttributeKey = tuple[str, tuple[Any, ...]]
-"""Path of a module, and the keys from its attributes to a value."""
+"""Path of a module, and the location of a value in it: name of the attribute, then keys in nested containers."""
 
 
 def attribute_key(change: AttributeChange) -> AttributeKey:

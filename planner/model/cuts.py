@@ -41,7 +41,9 @@ _WIDEST = 3.0
 If different numbers of bytes cross the two ends of the layer, the larger number counts."""
 
 _Life = tuple[int, int, int, list[int]]
-"""Number of a version of a storage, then positions in the recording: the version's creation, last use and all uses."""
+"""Version of a storage: (number, position of its creation, position of its last use, positions of all its uses).
+
+Positions are in the recording."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,9 @@ class CutCrossing:
     values: tuple[int, ...]
     """Indices of the tensors in `Recording.values`."""
     model_tensors: frozenset[str]
-    """Parameters and buffers that later stages read when they run code from before the cut again."""
+    """Names of the parameters and buffers that the next stage needs for code before the cut.
+
+    The next stage runs this code a second time if the cut divides the forward of a module."""
     problem: str | None
     """Reason why the model cannot be cut here; None if it can."""
     has_effect: bool

@@ -19,7 +19,7 @@ _HINT = "define `loss_fn(output, target)` that returns the one to train"
 
 
 class DefaultLoss:
-    """Replacement for a missing `loss_fn(output, target)`.
+    """Loss function for a file without `loss_fn`: returns the output's `.loss`, its only scalar, or its mean.
 
     Args:
         path: Path of the user's file, for messages.

@@ -125,7 +125,7 @@ class AbsentGhost(Ghost):
 
 
 def check_present(tensors: Iterable[Any], where: str) -> None:
-    """Raise a `ModelError` if one of `tensors` was computed from another stage's tensor.
+    """Raise a `ModelError` if a tensor has no values, because it depends on a tensor that only another stage has.
 
     Args:
         tensors: Tensors to check; other values are ignored.
@@ -138,7 +138,7 @@ def check_present(tensors: Iterable[Any], where: str) -> None:
 
 @contextmanager
 def check_parameter_update(parameters: Mapping[str, Tensor]) -> Iterator[None]:
-    """Raise a `ModelError` if an optimizer's step in the `with` block uses tensors of another stage."""
+    """Raise a `ModelError` if an optimizer's step in the `with` block uses tensors that only another stage has."""
     token = _is_updating.set(True)
     try:
         yield

@@ -161,7 +161,7 @@ def _common_places(call: ModuleCall, other: ModuleCall) -> tuple[Nest, list[int 
 
 
 def _merge_structures(call: ModuleCall, other: ModuleCall) -> None:
-    """Replace the parts of two results whose structures differ by `VaryingResult`."""
+    """Put `VaryingResult` in place of each part whose structure differs between the results of two calls."""
     common, *places = _common_places(call, other)
     names = leaf_names(common, call.path)
     for each, numbers in zip((call, other), places, strict=True):
@@ -173,7 +173,10 @@ def _merge_structures(call: ModuleCall, other: ModuleCall) -> None:
 
 
 def _merge_outputs(recording: Recording, other: Recording) -> None:
-    """Replace the model's outputs whose structures differ by `VaryingResult`, unless the loss reads one of them."""
+    """Put `VaryingResult` in place of each model output whose structure differs between two recordings.
+
+    Do nothing if the loss reads one of these outputs.
+    """
     model, other_model = recording.calls[0], other.calls[0]
     _, places, _ = _common_places(model, other_model)
     outputs = tuple(-1 if place is None else recording.outputs[place] for place in places)

@@ -58,10 +58,10 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 _TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 _DEEPEST = 6
-"""Nesting depth to which values are followed."""
+"""Nesting depth up to which the search for numbers continues."""
 
 _MOST_ITEMS = 64
-"""Number of items of a container that are followed."""
+"""Number of items of a container in which the search for numbers continues."""
 
 _MOST_BYTES = 2**20
 """Size in bytes up to which arrays and texts count as state; larger ones count as data."""
@@ -73,7 +73,7 @@ _LIBRARIES = ("torch", "transformers", "timm", "planner")
 """Packages whose module-level values do not count as state of a model."""
 
 _NAMESPACES = (SimpleNamespace, Namespace, UserDict, UserList, threading.local)
-"""Classes of the standard library whose objects are followed like those of user-defined classes."""
+"""Standard-library classes. All attributes of their objects are searched for numbers, as for user-defined classes."""
 
 _WRAPPED_ITERATORS = (enumerate, zip, map, filter)
 """Iterators without a length. The search for numbers continues in their arguments, such as the lists of a `zip`."""

@@ -108,7 +108,14 @@ def largest_magnitude(tensor: Tensor) -> float:
 
 
 def initial_state(loaded: LoadedModel, model: nn.Module) -> ReferenceState:
-    """Return parameters, buffers, and Python numbers in attributes and variables, before the first step."""
+    """Return the state before the first step: parameters, buffers and Python numbers.
+
+    The numbers are in attributes of the modules and in variables of the user's files.
+
+    Args:
+        loaded: Loaded model file, for its loss function.
+        model: Instance that is trained.
+    """
     tensors = {f"parameter:{name}": p for name, p in model.named_parameters(remove_duplicate=False)}
     return ReferenceState(loss=0.0, tensors={**tensors, **_buffers(model)}, numbers=_numbers(loaded, model), groups={})
 
@@ -116,10 +123,12 @@ def initial_state(loaded: LoadedModel, model: nn.Module) -> ReferenceState:
 def state_after_backward(
     loaded: LoadedModel, model: nn.Module, loss: float, backward: BackwardEffects
 ) -> ReferenceState:
-    """Return gradients, buffers, and Python numbers in attributes and variables, after a backward.
+    """Return the state after a backward: gradients, buffers and Python numbers.
+
+    The numbers are in attributes of the modules and in variables of the user's files.
 
     Args:
-        loaded: Functions of the model file.
+        loaded: Loaded model file, for its loss function.
         model: Instance that is trained.
         loss: Loss of the step.
         backward: Effects of the backwards of the step, apart from gradients.

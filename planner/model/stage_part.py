@@ -31,9 +31,13 @@ class StagePart:
         self.model_tensors = sorted({name for layer in outline.model_tensors[first:end] for name in layer})
         repeated = outline.repeated_model_tensors[first - 1] if first else frozenset[str]()
         self.repeated = sorted(repeated.intersection(self.model_tensors))
-        """Parameters and buffers of the stage, read by code of earlier layers that the stage runs again."""
+        """Names of the stage's parameters and buffers that are also read by code before the stage's first layer.
+
+        The stage runs this code a second time, because a module's forward continues in the stage."""
         self.absent = sorted(repeated.difference(self.model_tensors))
-        """Parameters and buffers of other stages, read by code of earlier layers that the stage runs again."""
+        """Names of other stages' parameters and buffers that are read by code before this stage's first layer.
+
+        This stage runs the code a second time, with stand-ins for these parameters and buffers."""
         self.overwritten = outline.overwritten[first - 1] if first else frozenset()
         calls = outline.recording.calls
         self.leftovers = [

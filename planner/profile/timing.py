@@ -53,7 +53,9 @@ _STRETCH_BYTES = 2**28
 """Largest number of bytes that layers timed in one pass keep for backward. With more, data leaves the cache."""
 
 _OVERHEAD_US = 100.0
-"""Lower bound, in microseconds, of the executor's time per micro-batch and stage; shorter times need not be exact."""
+"""Lower bound of the executor's time per micro-batch and stage, in microseconds.
+
+`time_uncertainty` adds it to the time of each layer, so that short layers need fewer repeats."""
 
 
 @dataclass(frozen=True, kw_only=True)

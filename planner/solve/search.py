@@ -59,10 +59,12 @@ _MOST_ACTIONS_OF_CASE: Final = 200_000
 """Number of actions to simulate for one of several cases of a searched schedule."""
 
 _NEAREST_SCHEDULES: Final = 2
-"""Number of the fastest schedules to search again for longer, if several tensor-parallel widths are possible."""
+"""Number of schedules that are searched again for longer: those with the fastest plans so far. For requests with
+several tensor-parallel widths."""
 
 _NEAREST_OF_WIDTH: Final = 3
-"""Number of the fastest schedules to search again for longer, if only one tensor-parallel width is possible."""
+"""Number of schedules that are searched again for longer: those with the fastest plans so far. For requests with
+only one tensor-parallel width."""
 
 _LONG_BUDGET: Final = 3
 """Number of simulated actions in the second search of a schedule, as a multiple of the number in the first search. The

@@ -17,7 +17,7 @@ from planner.core.values.profile import ArrayKind
 from planner.tpu.compiler import OutOfMemoryError
 
 _ROW = 1024
-"""Number of columns of the large array that `make_depend_on_array` makes."""
+"""Length of a row of the array with which `make_depend_on_array` occupies memory."""
 
 
 @dataclass(frozen=True, kw_only=True)

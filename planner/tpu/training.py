@@ -54,12 +54,12 @@ def fit_report(
 
     Args:
         needed: Memory of every device, as the compiler reports it.
-        predicted_bytes: Predicted memory of every device.
+        predicted_bytes: Predicted memory of every device, for the text only.
         plan_bytes: Memory limit of the plan.
         chip: Chip for which the program was compiled.
 
     Returns:
-        The report as text, and `OK` if the program fits, otherwise `NO`.
+        The report as text, and `OK` if the compiled program fits both limits, otherwise `NO`.
     """
     total = needed.argument_bytes + needed.temporary_bytes
     limit_bytes, whose = chip.memory_bytes, f"the memory that programs can use on a {chip.name}"

@@ -57,7 +57,7 @@ class StageTimes:
     send_us: float = 0.0
     """One transfer over the boundary to the next stage, in either direction; 0 for the last stage."""
     blocking: bool = False
-    """True if a transfer over this boundary keeps the receiving device busy."""
+    """True if a transfer between this stage and the next one keeps the receiving device busy."""
     recompute_us: float = 0.0
     """Part of `backward_us` that recomputes activations."""
     last_recompute_us: float = 0.0

@@ -43,7 +43,8 @@ class WaitingGradients(NamedTuple):
     bytes: FloatArray
     """Bytes to add to each layer's peak memory in backward, shape (layers, last layers of stages).
 
-    Negative bytes correct a sum that counts a shared gradient once for each layer.
+    Entry [i, j] is for layer i in a stage that ends with layer j. A negative entry removes bytes of shared gradients
+    that the layer's peak and the gradients of later layers include twice or too early.
     """
 
 

@@ -128,9 +128,11 @@ class MemoryDetail:
     backward_peak_bytes: int
     """Peak during any backward except the first, including saved tensors, without parameter gradients."""
     end_first_backward_peak_bytes: int | None = None
-    """Peak during the first backward if the layer ends a stage, including its outputs and their gradients."""
+    """Peak during the first backward if the layer ends a stage, including the layer's outputs and their gradients."""
     end_backward_peak_bytes: int | None = None
-    """Peak during any backward except the first, including outputs and their gradients, if the layer ends a stage."""
+    """Peak during any backward except the first, if the layer ends a stage.
+
+    The layer's outputs and their gradients are included."""
     writes_input: bool = False
     """True if the layer writes into its input. A stage that begins with such a layer works on a copy."""
     target_bytes: int = 0
@@ -159,21 +161,27 @@ class SplitMemory:
     weight_gradient_bytes: int
     """Bytes of the parameter gradients that W creates; I creates the others."""
     first_input_peak_bytes: int
-    """Peak during the first micro-batch's I, including the parameter gradients that I creates."""
+    """Peak during I of the first micro-batch, including the parameter gradients that I creates."""
     input_peak_bytes: int
-    """Peak during the I of a later micro-batch."""
+    """Peak during I of any micro-batch except the first."""
     output_first_input_peak_bytes: int | None = None
-    """Peak during the first micro-batch's I if the next layer's W needs this layer's outputs, which are included."""
+    """Peak during I of the first micro-batch, if the next layer's W needs this layer's outputs. They are included."""
     output_input_peak_bytes: int | None = None
-    """Peak during the I of a later micro-batch if the next layer's W needs this layer's outputs, which are included."""
+    """Peak during I of any micro-batch except the first, if the next layer's W needs this layer's outputs.
+
+    The outputs are included."""
     end_first_input_peak_bytes: int | None = None
-    """Peak during the first micro-batch's I if the layer ends a stage, including its outputs and their gradients."""
+    """Peak during I of the first micro-batch, if the layer ends a stage.
+
+    The layer's outputs and their gradients are included."""
     end_input_peak_bytes: int | None = None
-    """Peak during the I of a later micro-batch if the layer ends a stage, including its outputs and their gradients."""
+    """Peak during I of any micro-batch except the first, if the layer ends a stage.
+
+    The layer's outputs and their gradients are included."""
     first_weight_peak_bytes: int
-    """Peak during the first micro-batch's W, including the parameter gradients that W creates."""
+    """Peak during W of the first micro-batch, including the parameter gradients that W creates."""
     weight_peak_bytes: int
-    """Peak during the W of a later micro-batch."""
+    """Peak during W of any micro-batch except the first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,13 +36,13 @@ _DEVICE = torch.device("cpu")
 
 _FORWARDS = 64
 _LIMIT_S = 1.0
-"""CPU time in seconds after which forwards are not repeated any more."""
+"""CPU time in seconds after which `check_repeated_forwards` starts no further forward."""
 _LIMIT = 1e-4
 """Largest relative difference of a loss that can be a rounding error."""
 _MOST_STAGES = 4
 _SAMPLES = 2
 _MOST_PARAMETERS = 20_000_000
-"""Largest number of parameters of a model whose forwards are repeated."""
+"""Largest number of parameters of a model that `check_repeated_forwards` checks."""
 
 
 def check_repeated_forwards(loaded: LoadedModel, chain: Chain, *, limit_s: float) -> str:

@@ -55,7 +55,7 @@ from planner.model.process_group import hide_process_group
 from planner.model.split_backward import DeferredUses, SplitBackward, count_additions
 
 _LOSS: Final = torch.empty((), dtype=torch.float64, device="meta")
-"""Shape of the loss in a message."""
+"""Meta tensor with the shape and data type of a loss that is sent to another rank."""
 
 
 class ActionTimer(Protocol):

@@ -132,7 +132,9 @@ class LayerState:
         self._owners = [owner for owner in stateful_modules(layers) if only is None or owner.path in only]
         self._modules = [owner.module for owner in self._owners]
         self._usual = [each.module for each in self._owners if not (each.elsewhere or each.tensors)]
-        """Modules whose state consists of buffers and frozen parameters only; nearly all modules."""
+        """Modules without tensors of other layers, and without plain attributes that are tensors or None.
+
+        Nearly all modules are of this kind."""
         self._unusual = [each for each in self._owners if each.elsewhere or each.tensors]
         self._numbers = [(vars(owner.module), name) for owner in self._owners for name in owner.numbers]
         self._last: _Snapshot | None = None

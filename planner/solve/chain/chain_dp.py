@@ -67,7 +67,9 @@ class _PartialPlans(NamedTuple):
     bound: FloatArray
     """Lower bound of the step time of every complete plan that contains the partial plan."""
     rank: FloatArray
-    """Lower bounds of the values in `ChainCuts.rank`, for complete plans that contain the partial plan."""
+    """Lower bounds of the values that rank complete plans, such as the step time; smaller is better.
+
+    The bounds apply to all complete plans that contain the partial plan. Shape (values, partial plans)."""
 
     def take(self, index: IndexArray) -> "_PartialPlans":
         fields: list[Any] = [field.take(index, axis=-1) for field in self]

@@ -21,10 +21,10 @@ _MOST_PICKED = 12
 """Number of fastest moves of a batch whose recomputation is chosen again."""
 
 _FRUITLESS = 12
-"""Number of restarts in a row without a better plan, after which a search ends."""
+"""Number of restarts in a row without a better plan, after which `CutSearch.search` ends."""
 
 _FRUITLESS_FROM_BEST = 30
-"""Number of restarts in a row without a better plan, after which a search from the best plan of a case ends."""
+"""Number of restarts in a row without a better plan, after which `CutSearch.search_from` ends."""
 
 _PROMISING, _PROMISING_ALONE = 1.05, 1.25
 """Largest ratio of a search's best step time to `Progress.upper_us` at which the search restarts: with a limited and
@@ -39,7 +39,7 @@ class CutSearch(Descent[PartitionCandidate]):
         self._fitting = RecomputeFitter(evaluator)
 
     def search(self, starts: Sequence[IntArray], most_actions: int) -> None:
-        """Search from several partitions.
+        """Improve several partitions by local search, and store the best plan found in `progress`.
 
         Args:
             starts: Cuts of each partition, shape (stages + 1,).
@@ -54,11 +54,11 @@ class CutSearch(Descent[PartitionCandidate]):
         )
 
     def search_from(self, cuts: IntArray, choices: IntArray, most_actions: int) -> None:
-        """Search from one partition.
+        """Improve one partition by local search, and store the best plan found in `progress`.
 
         Args:
             cuts: Cuts of the partition, shape (stages + 1,).
-            choices: Recompute choice of each stage, shape (stages,).
+            choices: Index into `CHOICES` for each stage, shape (stages,).
             most_actions: Limit on simulated actions.
         """
         is_open = np.full((1, self.evaluator.num_devices), False)

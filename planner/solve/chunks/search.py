@@ -56,7 +56,7 @@ _MOST_OF_BOUND_ALONE = 400_000
 """Longest time to solve a linear program with an unlimited budget, in simulated actions."""
 
 _MOST_FROM_BEST = 200_000
-"""Largest number of actions that a local search simulates if it starts from the best plan of a case."""
+"""Limit on the simulated actions of the local search that `improve_answer` starts from the partition of its answer."""
 
 _MOST_OF_BOUND, _ROWS_SQUARED = 10_000, 50
 """Longest time to solve a linear program with a limited budget, as the number of actions that can be simulated in this

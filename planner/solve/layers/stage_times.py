@@ -17,7 +17,9 @@ from planner.solve.layers.cheapest import RELATIVE, LayerChoice, cheapest_recomp
 from planner.solve.space.tables import fill_stage_tables
 
 _MOST_RATIOS = 64
-"""Largest number of ratios of time to bytes that `least_recompute_us` tries. Fewer ratios lower the bound."""
+"""Largest number of ratios of recomputation time to freed bytes that `least_recompute_us` tries.
+
+With fewer ratios, the lower bounds that the function returns are weaker."""
 
 
 class _DeviceKey(NamedTuple):

@@ -37,10 +37,10 @@ _ROUNDS = 6
 """Largest number of rounds from one partition. A round searches the action order, then the cuts under this order."""
 
 _SHARE = 6
-"""Divisor of the budget left; one search for cuts, or for an order, may use the quotient."""
+"""Ratio of the remaining budget to the budget of one search for cuts or for an action order."""
 
 _SHARE_FROM_BEST = 2
-"""Divisor of the budget left; if the start is the best plan, one search for an order may use the quotient."""
+"""Ratio of the remaining budget to the budget of one search that improves the action order of a given plan."""
 
 _OF_BOUND = 4
 """The lower bound of all partitions is computed if this takes at most 1 / `_OF_BOUND` of the budget spent so far."""

@@ -23,7 +23,7 @@ _ACTIONS_OF_LAYER, _ACTIONS_OF_STEP = 200, 60
 total counts."""
 
 _LONGER = 2
-"""Factor of the number of simulated actions if the plan's own schedule gains from a longer search."""
+"""Multiplier of the number of simulated actions, if the requested schedule gains from a longer search."""
 
 _LEAST_GAIN = 0.005
 """Smallest gain that is reported, as a share of the step time."""

@@ -31,8 +31,10 @@ class MemoryTable:
     """Peak memory of every stage for each allowed recompute choice, in bytes, without the reserve of the device."""
 
     totals: dict[int, FloatArray]
-    """For each index into `CHOICES`, a table of shape (layers + 1, width). Entry [end, width - n] is for the stage of
-    the n layers before layer `end`."""
+    """Peak memory in bytes, by index into `CHOICES`: tables of shape (layers + 1, width).
+
+    The width is the number of layers of the longest stage. Entry [end, width - n] is for the stage of the n layers
+    before layer `end`."""
 
     @classmethod
     def of(cls, costs: ChainCosts, points: PeakPoints, *, width: int, policy: RecomputePolicy) -> "MemoryTable":
