@@ -116,7 +116,7 @@ class Cuda(DeviceKind):
 
     def equal_layers_bytes(self) -> int:
         # Large layers of a fast GPU may take as little time as their launches, so several are needed in a row.
-        return max(CACHE_BYTES, torch.cuda.get_device_properties(self.device).total_memory // 64)
+        return max(CACHE_BYTES, torch.cuda.get_device_properties(self.device).total_memory // 128)
 
     def clock(self, threads: int) -> CudaClock:  # noqa: ARG002 - the host's wait
         return CudaClock()

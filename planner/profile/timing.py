@@ -234,7 +234,7 @@ def layers_together(
 
 def _number_together(kind: DeviceKind, layer_us: float, kept_bytes: int) -> int:
     most_us = _TOGETHER_ON_GPU_US if kind.has_own_memory else _TOGETHER_US
-    most_bytes = max(_STRETCH_BYTES, 2 * kind.equal_layers_bytes())
+    most_bytes = max(_STRETCH_BYTES, 4 * kind.equal_layers_bytes())
     return int(min(most_us / max(1.0, layer_us), most_bytes / max(1, kept_bytes)))
 
 

@@ -13,6 +13,7 @@ from planner.core.values.partial import PartialProfile
 from planner.core.values.profile import Profile
 from planner.device import clock
 from planner.device.clock import CpuClock, median_us
+from planner.device.kinds import kind_of
 from planner.model.chain import chain_of, run_layers
 from planner.model.load import LoadedModel
 from planner.profile import InterruptedProfileError, ProfilerOptions, passes, profile_model, records, timing
@@ -190,6 +191,13 @@ def test_short_equal_layers_in_a_row_are_timed_together(monkeypatch: pytest.Monk
     # The first layer's input needs no gradient, and the last layer includes the loss.
     assert groups == [[], [("1", 8), ("9", 8)], [], []]
     assert [layer.forward_us[0] for layer in profile.layers] == [1000.0] * 20 + [0.0, 1000.0]
+
+
+@pytest.mark.parametrize(
+    ("layer_us", "kept_bytes", "number"), [(5_000.0, 2**20, 4), (100.0, 2**27, 2), (21_000.0, 0, 0), (0.0, 0, 20_000)]
+)
+def test_groups_take_20_ms_and_256_mib_on_a_cpu(layer_us: float, kept_bytes: int, number: int) -> None:
+    assert timing._number_together(kind_of(torch.device("cpu")), layer_us, kept_bytes) == number
 
 
 @pytest.mark.parametrize(("number", "firsts"), [(0, []), (2, []), (3, [1, 4]), (4, [1]), (99, [1])])
