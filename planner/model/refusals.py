@@ -10,7 +10,7 @@ _IN_PLACE = re.compile(r"in an in-place operation|modified by an inplace operati
 
 _NOT_ON_CPU = re.compile(r"\bon (the )?CPU\b|arguments from the 'CPU' backend")
 
-_HIGHER_ORDER = re.compile(r"HigherOrderOperator (\w+)")
+_HIGHER_ORDER = re.compile(r"(?:HigherOrderOperator|HOP) (\w+) and mode")
 
 _DTYPES = re.compile(r"self\.dtype|same dtype|scalar type|BFloat16")
 

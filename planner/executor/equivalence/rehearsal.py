@@ -132,7 +132,11 @@ class _RepeatedForwards:
         with torch.no_grad():
             without = self._forward(_ignore).loss
         # Two further forwards show state, also that of a layer that is skipped in every other forward.
-        has_state = not all(torch.equal(before, self._forward(_ignore).loss) for _ in range(2))
+        losses = []
+        for _ in range(2):
+            losses.append(self._forward(_ignore).loss)
+            self._shared.find_carried_tensors()
+        has_state = not all(torch.equal(before, loss) for loss in losses)
         if has_state or torch.allclose(before, without, rtol=_LIMIT, equal_nan=True):
             return ""
         return (
@@ -178,11 +182,21 @@ class _SharedValues:
         parts = [dict(m.finished_modules if isinstance(m, ModelStage) else m.named_modules()) for m in modules]
         self._read = [variables_read(part) for part in parts[:-1]] + [variables_read(parts[-1], loaded.loss_fn)]
         self._at_start = self._values = self._find()
+        self._after_forward: dict[str, float] = {}
+        self._kept = set(self._at_start)
+
+    def find_carried_tensors(self) -> None:
+        """Find the tensors that differ after two forwards of the same batch. Call it after each of these forwards.
+
+        The second forward has read their values, so they are state. Other new tensors are results that are left behind.
+        """
+        before, self._after_forward = self._after_forward, self._find()
+        self._kept |= {name for name, value in self._after_forward.items() if value != before.get(name, value)}
 
     def check(self, index: int, forward: int) -> None:
         """Raise an error if layer `index` changed a module-level variable that another layer reads."""
         before, self._values = self._values, self._find()
-        after = without_leftover_tensors(self._values, self._at_start)
+        after = without_leftover_tensors(self._values, self._kept)
         # Forward 0 may change values, to fill a cache.
         for name in (name for name, value in after.items() if forward and value != before.get(name)):
             file, _, variable = name.removesuffix(TENSOR).rpartition(":")

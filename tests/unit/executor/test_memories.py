@@ -13,6 +13,8 @@ from tests.support.measure import loaded_model
 WIDTH = 8
 FULL = 1000
 BANK: deque[Tensor] = deque(maxlen=FULL)
+CENTER: dict[str, Tensor | None] = {"value": None}
+LEFT: dict[str, Tensor] = {}
 
 
 class Memory(nn.Module):
@@ -53,6 +55,29 @@ class Called(nn.Module):
         return self.two(self.one(x))  # type: ignore[no-any-return]
 
 
+class Centered(nn.Module):
+    """Keeps an average of all layers in a module-level tensor, and reads it after many calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls = nn.Linear(WIDTH, WIDTH), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.layer(x))
+        self.calls += 1
+        mean, before = x.detach().mean(0), CENTER["value"]
+        CENTER["value"] = mean if before is None else 0.9 * before + 0.1 * mean
+        return x + CENTER["value"] if self.calls > FULL else x
+
+
+class Leaves(nn.Linear):
+    """Leaves its last result in a module-level dict."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        LEFT["last"] = super().forward(x)
+        return torch.tanh(LEFT["last"])
+
+
 def checked(*layers: nn.Module) -> EquivalenceResult:
     loaded = loaded_model(lambda: nn.Sequential(*layers), WIDTH, loss_fn=lambda out, _: out.square().mean())
     return check_equivalence(loaded, budget_s=60.0)
@@ -77,3 +102,14 @@ def test_a_memory_in_a_list_of_a_called_module_is_refused() -> None:
     loaded = loaded_model(Called, WIDTH, loss_fn=lambda out, _: out.square().mean())
     with pytest.raises(ModelError, match=r'the number of tensors in "one\.bank" differs'):
         check_equivalence(loaded, budget_s=60.0)
+
+
+@pytest.mark.slow
+def test_a_module_level_average_is_found_before_forwards_read_it() -> None:
+    with pytest.raises(ModelError, match=r'changes the module-level value "CENTER\.value" in its call 2'):
+        checked(nn.Linear(WIDTH, WIDTH), Centered(), Centered(), nn.Linear(WIDTH, WIDTH))
+
+
+@pytest.mark.slow
+def test_results_left_in_a_module_level_dict_are_allowed() -> None:
+    assert checked(*(Leaves(WIDTH, WIDTH) for _ in range(3))).proof.cuts == 2
