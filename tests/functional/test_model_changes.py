@@ -50,7 +50,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.chdir(folder)
         no_proof(patch)
         assert run(["profile", "model.py", "--batch-sizes", "2", "--time-budget", "0s", "--repeat", "2", "-q"]) == 0
-        assert run(["solve", "--devices", "2", "--mem", "1GB", "-q"]) == 0
+        assert run(["solve", "--devices", "1", "--mem", "1GB", "-q"]) == 0
     return folder
 
 

@@ -114,7 +114,7 @@ def test_terminal_and_report_show_the_same_ranges():
     text = plan_text(planned, (), style(120, wrap=False), certainty=certainty)
     page = plan_html(planned, profile(), step_of_sample(planned), None, digest="sha256:0")
     reason = accuracy_words(certainty)
-    assert reason.startswith("accuracy: measured on GPUs; earlier step predictions were off by -26.2 % to +17.1 %")
+    assert reason.startswith("accuracy: measured on GPUs; earlier step predictions were off by -14.6 % to +17.1 %")
     assert reason in " ".join(text.split())
     assert reason.removeprefix("accuracy: ") in page
     for words in (step_words(planned, certainty), peak_words(planned, certainty)):
