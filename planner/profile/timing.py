@@ -241,8 +241,11 @@ def _number_together(kind: DeviceKind, layer_us: float, kept_bytes: int) -> int:
 def _times_of_one(timed: Sequence[LayerToMeasure], times_us: Sequence[tuple[float, float]]) -> tuple[float, float]:
     if len(timed) == 1:
         return times_us[0]
-    further = timed[0].repeats - timed[1].repeats
-    first_us, second_us = (max(0.0, several - one) / further for several, one in zip(*times_us, strict=True))
+    number = timed[0].repeats
+    # At least half of the mean, because `one` may have been measured while the machine was busy.
+    first_us, second_us = (
+        max((several - one) / (number - 1), several / number / 2) for several, one in zip(*times_us, strict=True)
+    )
     return first_us, second_us
 
 

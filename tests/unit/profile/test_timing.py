@@ -193,6 +193,11 @@ def test_short_equal_layers_in_a_row_are_timed_together(monkeypatch: pytest.Monk
     assert [layer.forward_us[0] for layer in profile.layers] == [1000.0] * 20 + [0.0, 1000.0]
 
 
+def test_a_disturbed_single_layer_does_not_make_a_group_free() -> None:
+    one = LayerToMeasure("one", nn.Identity(), None, "")
+    assert timing._times_of_one((replace(one, repeats=4), one), [(400.0, 800.0), (130.0, 900.0)]) == (90.0, 100.0)
+
+
 @pytest.mark.parametrize(
     ("layer_us", "kept_bytes", "number"), [(5_000.0, 2**20, 4), (100.0, 2**27, 2), (21_000.0, 0, 0), (0.0, 0, 20_000)]
 )
