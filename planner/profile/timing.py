@@ -45,6 +45,7 @@ _TOGETHER_US = 20_000.0
 """Time of forward and backward, in microseconds, up to which consecutive equal layers are timed together on a CPU."""
 
 _TOGETHER_ON_GPU_US = 60_000.0
+"""The same on a device with its own memory."""
 
 _TOGETHER = range(3, 9)
 """Possible numbers of layers that are timed together."""
@@ -197,7 +198,10 @@ def measured_split_times(samples: Sequence[tuple[float, float]], whole: LayerTim
 
 
 def equal_layers(units: Sequence[LayerToMeasure], digest: str) -> list[int]:
-    """Return the indices of the layers with this digest that take turns: until their parameters exceed the cache."""
+    """Return the indices of the layers with this digest that take turns.
+
+    The list ends when their parameters have more bytes than `DeviceKind.equal_layers_bytes`.
+    """
     equal = [n for n, unit in enumerate(units) if unit.digest == digest]
     unit = units[equal[0]]
     most_bytes = kind_of(unit.device).equal_layers_bytes()
