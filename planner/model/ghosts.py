@@ -166,9 +166,23 @@ def ghost_like(tensor: Tensor, device: torch.device, origin: str = "") -> Ghost:
         device: Device that the ghost reports.
         origin: Name of the tensor of another stage that the ghost replaces; empty if only a shape is needed.
     """
-    ghost: Ghost = Tensor._make_wrapper_subclass(
-        AbsentGhost if origin else Ghost, tensor.shape, strides=tensor.stride(), dtype=tensor.dtype, device=device
-    )
+    return ghost_of_shape(tensor.shape, tensor.dtype, device, origin, strides=tensor.stride())
+
+
+def ghost_of_shape(
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device, origin: str, strides: Sequence[int] | None = None
+) -> Ghost:
+    """Return a ghost (tensor without values). No operator runs, so modes that watch operators do not see this call.
+
+    Args:
+        shape: Shape of the ghost.
+        dtype: Dtype of the ghost.
+        device: Device that the ghost reports.
+        origin: Name of the tensor of another stage that the ghost replaces; empty if only a shape is needed.
+        strides: Strides of the ghost; None for a contiguous tensor.
+    """
+    kind = AbsentGhost if origin else Ghost
+    ghost: Ghost = Tensor._make_wrapper_subclass(kind, shape, strides=strides, dtype=dtype, device=device)
     ghost.origin = origin
     return ghost
 

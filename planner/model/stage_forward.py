@@ -98,7 +98,7 @@ class StageForward:
             stack.enter_context(self._stand_ins.in_model(part.absent))
             stack.enter_context(without_reentrant_checkpointing())
             stack.enter_context(undo_attribute_changes(part.model, part.leftovers))
-            stack.enter_context(intercept_calls(part.watched, self._run))
+            stack.enter_context(intercept_calls(part.called_modules.values(), self._run))
             stack.callback(self._watch.stop_intercepting)
             if self._begun:  # the first stage begins here; any other stage begins at the end of an earlier call
                 self._part.when_begun()
@@ -144,7 +144,7 @@ class StageForward:
         call = self._expected(module)
         # A constant call, such as one that makes a mask of positions, is cheaper to repeat than to send.
         if call.exit < self._part.begin and not call.constant:
-            result = self._passed_over(call, flatten((args, kwargs))[0])
+            result = self._passed_over(call, args, kwargs)
         elif call.number in self._part.open:
             self._stack.append(call.number)
             self._next[call.number] = 0
@@ -235,7 +235,7 @@ class StageForward:
         if position >= len(parent.children):
             raise control_flow_error("an additional module was called")
         call = self._calls[parent.children[position]]
-        if self._part.model.get_submodule(call.path) is not module:
+        if self._part.called_modules[call.number] is not module:
             raise control_flow_error(f'"{call.path}" should have been called')
         return call
 
@@ -268,7 +268,11 @@ class StageForward:
             except LookupError:
                 raise control_flow_error(f'"{call.path}" left other values in attributes') from None
 
-    def _passed_over(self, call: ModuleCall, arguments: Sequence[Any]) -> Any:
+    def _passed_over(self, call: ModuleCall, args: Any, kwargs: Any) -> Any:
+        recorded = (call.leaves, *(change.leaves for change in call.changes))
+        # Most calls return none of their arguments. Flattening these would take most of the time to pass over a call.
+        is_read = any(isinstance(leaf, ArgumentLeaf) for leaves in recorded for leaf in leaves)
+        arguments = flatten((args, kwargs))[0] if is_read else []
         for change in call.changes:
             try:
                 apply_change(self._part.model, change, [self._leaf(leaf, arguments) for leaf in change.leaves])

@@ -90,8 +90,9 @@ class StagePart:
             if result.value in crossing or result.exit + 1 in times:
                 self.sent_results.setdefault((result.call, result.gap), {})[result.called] = result
         self.open = frozenset(c.number for c in calls if any(c.enter < t <= c.exit for t in times)) | {0}
-        self.watched = [
-            self.model.get_submodule(calls[child].path)
+        self.called_modules = {
+            child: self.model.get_submodule(calls[child].path)
             for number in sorted(self.open)
             for child in calls[number].children
-        ]
+        }
+        """For each call whose caller is followed, the module that is called."""

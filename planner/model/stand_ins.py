@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from planner.core.errors import ModelError
 from planner.core.values.devices import TORCH_KINDS
-from planner.model.ghosts import SHAPE_ONLY, ghost_like, zeros_without_memory
+from planner.model.ghosts import SHAPE_ONLY, ghost_like, ghost_of_shape, zeros_without_memory
 from planner.model.leaves import ConstantValue, TensorLeaf
 from planner.model.nests import ABSENT, tensors_in
 from planner.model.stage_part import StagePart
@@ -67,18 +67,17 @@ class StandInFactory:
         recording = self._part.outline.recording
         storage, meta = recording.values[value]
         shape = self._part.outline.shape_of(value, self._size)
+        if self._with_ghosts:
+            # A result within an autograd function is not exposed, because it has no graph.
+            exposed = recording.exposures.get(storage)
+            if exposed is None:
+                origin = "a result within an autograd function"
+            else:
+                call = exposed[0][1]
+                origin = "an input of the model" if call < 0 else recording.calls[call].path
+            return ghost_of_shape(shape, meta.dtype, self._device, origin)
         # Modes that watch the model's operators must not see the creation of a stand-in.
         with _disable_current_modes(), torch.no_grad():
-            if self._with_ghosts:
-                like = torch.empty(shape, dtype=meta.dtype, device="meta")
-                # A result within an autograd function is not exposed, because it has no graph.
-                exposed = recording.exposures.get(storage)
-                if exposed is None:
-                    return ghost_like(like, self._device, "a result within an autograd function")
-                call = exposed[0][1]
-                return ghost_like(
-                    like, self._device, "an input of the model" if call < 0 else recording.calls[call].path
-                )
             if storage in self._part.overwritten:  # a tensor that is written into needs separate memory
                 return torch.zeros(shape, dtype=meta.dtype, device=self._device)
             return zeros_without_memory(shape, meta.dtype, self._device)
