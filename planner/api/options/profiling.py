@@ -141,7 +141,9 @@ class ProfileOptions(FormulaOptions):
         Option("|".join(get_args(Granularity)), "coarse: one layer per block; fine: also cut inside blocks.", _MODEL),
     ] = "coarse"
     repeat: Annotated[int, Option("N", "Smallest number of timed repeats of every layer.", _EFFORT)] = 10
-    time_budget: Annotated[str, Option("60s", "Time limit for repeats beyond --repeat; 0s: none.", _EFFORT)] = "60s"
+    time_budget: Annotated[
+        str, Option("60s", "Time limit for repeats beyond --repeat; 0s: no further repeats.", _EFFORT)
+    ] = "60s"
     proof_budget: Annotated[
         str,
         Option("30s", "Time limit for comparing stages with the unpartitioned model; 0s: skip.", _EFFORT),

@@ -85,7 +85,9 @@ class SolverOptions:
     allreduce: Annotated[
         str | Link | None, Option("100GB/s,10us", "Link for summing gradients over replicas.", _LINKS, recorded=_LINK)
     ] = None
-    overhead: Annotated[str | None, Option("1ms", "Executor time per micro-batch, stage and direction.", _LINKS)] = None
+    overhead: Annotated[str | None, Option("1ms", "Executor's own time per action, such as one forward.", _LINKS)] = (
+        None
+    )
     calibration: Annotated[
         File | Calibration | None,
         Option("FILE", "Costs of this machine measured by `verify`.", _LINKS),
@@ -94,8 +96,8 @@ class SolverOptions:
         int | None,
         Option(
             "B",
-            "Samples per optimizer step; default: smallest multiple of the largest profiled size with a sample for "
-            "each device.",
+            "Samples per optimizer step; default: smallest multiple of the largest profiled size that is not below the "
+            "number of devices.",
             _BATCH,
         ),
     ] = None
@@ -154,7 +156,9 @@ class SolverOptions:
             _BATCH,
         ),
     ] = "auto"
-    extrapolate: Annotated[bool, Option("", "Allow unprofiled micro-batch sizes.", _BATCH, recorded=_FLAG)] = False
+    extrapolate: Annotated[
+        bool, Option("", "Allow micro-batch sizes outside the profiled range.", _BATCH, recorded=_FLAG)
+    ] = False
     balance: Annotated[
         Numbers | File | None, Option("6,6,6,6|FILE", "Evaluate these cuts instead of searching.", _CUTS)
     ] = None
@@ -188,7 +192,7 @@ class SolveOptions(SolverOptions):
     """Options of `solve`."""
 
     frontier: Annotated[
-        bool, Option("", "Also show the best plan for every schedule and number of micro-batches.", _SEARCH)
+        bool, Option("", "Also show the best plan for each number of micro-batches, and for each schedule.", _SEARCH)
     ] = False
     explain: Annotated[
         bool,

@@ -76,7 +76,7 @@ RULES: Final = (
         meaning="The plan records the digest of its profile. The given profile has another digest. The digest "
         "depends on the values in the file, not on comments and layout.",
         why="The cuts were the best for other costs. They may no longer fit, and other cuts may be faster. "
-        "The memory reported here is computed from the given profile.",
+        "`check` computes the reported memory from the given profile, not from that of the plan.",
         remedy="Solve again with the options of the plan's `inputs`, and commit profile and plan together. If "
         "the profile was changed by mistake, restore it.",
     ),
@@ -195,8 +195,9 @@ RULES: Final = (
         title="a stage needs more memory than before",
         meaning="Compared with the plan given by `--against`, the predicted memory of a stage has grown.",
         why="The device may still fit its limit. Unintended growth is best noticed in the change that causes it.",
-        remedy="Read the table of stages that `check` prints: bytes before, now, and the difference. The check fails "
-        "only if a stage exceeds its memory limit or, with `--strict`, if less memory than `--headroom` stays free.",
+        remedy="Read the table of stages that `check` prints: bytes before, now, and the difference. This note does "
+        "not make the check fail. A stage's memory makes it fail only if it exceeds the limit or, with `--strict`, if "
+        "less memory than `--headroom` stays free.",
     ),
     Rule(
         code="GP402",
