@@ -16,7 +16,7 @@ ABSENT: Final = object()
 """Placeholder for a missing leaf."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Nest:
     """Structure of a nested value: its type, keys, and the structures of its items."""
 
@@ -24,6 +24,25 @@ class Nest:
     """Type of the value; None for a leaf."""
     keys: tuple[Any, ...] = ()
     children: tuple["Nest", ...] = ()
+
+    def __eq__(self, other: object) -> bool:
+        """Return True if the structures are equal."""
+        return isinstance(other, Nest) and self.has_same_items(other) and self.children == other.children
+
+    def __hash__(self) -> int:
+        """Return the same hash for equal structures."""
+        return hash((_name(self.kind), self.keys, self.children))
+
+    def has_same_items(self, other: "Nest") -> bool:
+        """Return True if types and keys are equal, whatever the structures of the items.
+
+        Types of equal names are equal, because each forward may make a class of its own, such as a named tuple.
+        """
+        return self.keys == other.keys and (self.kind is other.kind or _name(self.kind) == _name(other.kind))
+
+
+def _name(kind: type | None) -> str:
+    return "" if kind is None else f"{kind.__module__}.{kind.__qualname__}"
 
 
 _LEAF = Nest()
@@ -60,7 +79,7 @@ def align_leaves(value: Any, nest: Nest) -> list[Any]:
 
 
 def _aligned(leaves: Iterator[Any], nest: Nest, wanted: Nest) -> list[Any]:
-    if nest.kind is not wanted.kind or nest.keys != wanted.keys:
+    if not nest.has_same_items(wanted):
         for _ in leaf_names(nest):
             next(leaves)
         return [ABSENT] * len(leaf_names(wanted))
@@ -71,7 +90,7 @@ def _aligned(leaves: Iterator[Any], nest: Nest, wanted: Nest) -> list[Any]:
 
 def common_nest(nest: Nest, other: Nest) -> Nest:
     """Return the structure that two values share. Items whose structures differ are leaves of it."""
-    if nest.kind is not other.kind or nest.keys != other.keys:
+    if not nest.has_same_items(other):
         return _LEAF
     return Nest(nest.kind, nest.keys, tuple(map(common_nest, nest.children, other.children)))
 
