@@ -261,7 +261,8 @@ def _printed(module: nn.Module) -> str:
         for part in module.modules()
     )
     if not own:
-        return repr(module)
+        # Containers of parameters also print where these are. `_described` lists the parameters.
+        return re.sub(r"Parameter containing: \[.*?\]", "Parameter", repr(module))
     return "\n".join(f"{path}: {type(part).__qualname__}" for path, part in module.named_modules())
 
 

@@ -58,6 +58,8 @@ def record(model: nn.Module, inputs: Any, *, loss_of: Callable[[Any], object] | 
         stack.enter_context(without_shape_log())
         # Random choices, such as skipped layers, are the same in each recording.
         stack.enter_context(seeded_draws(0))
+        if ghosts:  # a closure of the model may refer to a parameter itself, not to the ghost that replaces it
+            recorder.note_model(model)
         stack.enter_context(parameters_as_ghosts(model) if ghosts else copy_buffers_temporarily(model))
         recorder.note_model(model)
         recorder.note_inputs(inputs)
@@ -133,6 +135,7 @@ class _ForwardRecorder:
             self._watch.stop_intercepting()
 
     def note_model(self, model: nn.Module) -> None:
+        self._buffers.clear()
         for path, module in model.named_modules(remove_duplicate=False):
             for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
                 if tensor is None:

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -235,6 +236,48 @@ def test_digest_ignores_ranges_of_quantization_observers() -> None:
     with torch.device("meta"):
         empty = nn.Sequential(Observed(), Observed())
     assert chain_digest(chain_of(empty), {}) == chain_digest(chain_of(nn.Sequential(Observed(), Observed())), {})
+
+
+def test_digest_ignores_where_a_dict_of_parameters_is() -> None:
+    """Its repr names `torch.meta.FloatTensor` on the meta device."""
+
+    class Named(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 4)
+            self.gains = nn.ParameterDict({"first": nn.Parameter(torch.ones(4))})
+
+    with torch.device("meta"):
+        empty = nn.Sequential(Named(), Named())
+    assert chain_digest(chain_of(empty), {}) == chain_digest(chain_of(nn.Sequential(Named(), Named())), {})
+
+
+class Adapted(nn.Module):
+    """Two layers whose forwards refer to parameters of the model in a closure."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.adapters = nn.ParameterList(nn.Parameter(torch.ones(4)) for _ in range(2))
+        for layer, adapter in zip(self.layers, self.adapters, strict=True):
+            layer.forward = partial(self._adapted, layer.forward, adapter)  # type: ignore[method-assign]
+
+    @staticmethod
+    def _adapted(forward: Callable[[Tensor], Tensor], adapter: Tensor, value: Tensor) -> Tensor:
+        return forward(value) * adapter
+
+    def forward(self, value: Tensor) -> Tensor:
+        for layer in self.layers:
+            value = layer(value)
+        return value
+
+
+def test_parameters_in_closures_belong_to_the_layers_that_read_them() -> None:
+    with torch.device("meta"):
+        empty = Adapted()
+    for model in (Adapted(), empty):
+        chain = chain_of(model, lambda size: torch.ones(size, 4))
+        read = [[name for name in layer.parameters_by_name() if "adapters" in name] for layer in chain.layers]
+        assert read == [["adapters.0"], ["adapters.1"]]
 
 
 class TeacherForced(nn.Module):
