@@ -28,8 +28,11 @@ class SentResultFinder:
         self._flow = recording.flow.nodes
         self._times = [operator.time for operator in recording.operators]
         self._versions: dict[int, list[int]] = {}
+        self._made: dict[int, list[int]] = {}
+        """Versions that an operator made, by its number."""
         for version, data in self._flow.items():
             self._versions.setdefault(data["storage"], []).append(version)
+            self._made.setdefault(data["operator"], []).append(version)
         self.sent_results: dict[int, FunctionResult] = {}
         """Function results that are sent across cuts. Keys are the numbers of the operators that computed them."""
         for candidate in recording.candidates:  # in order of creation
@@ -94,14 +97,25 @@ class SentResultFinder:
     def _sources(self, operator: int, cut: int) -> Iterator[int]:
         # A tensor that other code reads after the cut is sent anyway, so the result would not replace it.
         for version in dict.fromkeys(self._recording.reads[operator]):
-            if all(self._is_over(time, operator, cut) for time in self._flow[version]["uses"]):
+            if self._is_over(version, operator, cut):
                 yield version
 
-    def _is_over(self, time: int, operator: int, cut: int) -> bool:
-        if time >= cut:
-            return False
-        number = bisect_right(self._times, time) - 1
-        return number == operator or not self._repeated_code.is_repeated(number, cut)
+    def _is_over(self, version: int, operator: int, cut: int) -> bool:
+        """Return True if, apart from `operator`, only finished calls read the version or what is computed from it."""
+        times, seen = list(self._flow[version]["uses"]), {operator}
+        while times:
+            time = times.pop()
+            if time >= cut:
+                return False
+            number = bisect_right(self._times, time) - 1
+            if number in seen or not self._repeated_code.is_repeated(number, cut):
+                continue
+            if self._recording.operators[number].decides:
+                return False
+            # In `x + block(norm(x))`, `norm` is repeated after the cut, but only the finished call reads its result.
+            seen.add(number)
+            times += [later for made in self._made.get(number, ()) for later in self._flow[made]["uses"]]
+        return True
 
     def _num_bytes(self, value: int) -> int:
         return self._recording.values[value][1].nbytes

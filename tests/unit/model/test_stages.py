@@ -434,6 +434,35 @@ def test_a_sum_between_modules_is_sent_instead_of_its_terms() -> None:
     assert not outline.note_on_repeated_code
 
 
+class NormalizedFirst(Blocks):
+    """Residuals outside of the blocks, which get the normalized value."""
+
+    def forward(self, value: Tensor) -> Tensor:
+        value = self.blocks[0](value)
+        for block in list(self.blocks)[1:]:
+            value = value + block(nn.functional.layer_norm(value, (WIDTH,)).mul(0.5))
+        return value
+
+
+def test_a_sum_is_sent_if_only_blocks_read_what_else_is_computed_from_its_terms() -> None:
+    outline = compare_all_ways(NormalizedFirst(number=5)).chain.outline
+    assert [len(values) for values in outline.crossings] == [1, 1, 1, 1]
+
+
+class Decides(Blocks):
+    """Reads the values of each sum in its own code."""
+
+    def forward(self, value: Tensor) -> Tensor:
+        for block in self.blocks:
+            value = value + (block(value) if float(value.sum()) < 1e9 else value)
+        return value
+
+
+def test_a_sum_whose_terms_decide_is_not_sent_alone() -> None:
+    outline = compare_all_ways(Decides(number=3)).chain.outline
+    assert len(outline.crossings[-1]) > 1
+
+
 def test_a_stage_releases_received_and_sent_sums(no_collection: None) -> None:
     chain = chain_of(Added(), values)
     received = chain.stage(0, 2)(values(3))
@@ -609,7 +638,7 @@ class Drawing(Blocks):
         noise = value.clone().normal_()
         for block in self.blocks:
             value = block(value + noise)
-        return value
+        return value + noise
 
 
 class Leaking(Blocks):
