@@ -300,4 +300,67 @@ class H(nn.Module):
 def build_model():
     return nn.Sequential(nn.Linear(D, D), H(), Block(), H(), nn.Linear(D, D))
 """,
+    "adapters_in_partial_forwards": """
+def adapted(lin, a, b, scale, x):
+    return F.linear(x, lin.weight.detach(), lin.bias) + scale() * (x @ a.T @ b.T)
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.h = nn.ModuleList([Block() for _ in range(4)])
+        self.head = nn.Linear(D, D)
+        self.alphas = nn.Parameter(torch.ones(4))
+        self.lora = nn.ParameterDict()
+        for i, b in enumerate(self.h):
+            self.lora[f"a{i}"] = nn.Parameter(torch.randn(2, D) * 0.1)
+            self.lora[f"b{i}"] = nn.Parameter(torch.zeros(2 * D, 2))
+            b.up.weight.requires_grad_(False)
+            own = self.lora[f"a{i}"], self.lora[f"b{i}"], functools.partial(self.scale, i)
+            b.up.forward = functools.partial(adapted, b.up, *own)
+    def scale(self, i):
+        return torch.sigmoid(self.alphas[i])
+    def forward(self, x):
+        for b in self.h:
+            x = b(x)
+        return self.head(x)
+""",
+    "output_class_made_in_forward": """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Linear(D, D)
+        self.blocks = nn.ModuleList([Block() for _ in range(4)])
+    def forward(self, x, mask=None, labels=None):
+        h = self.stem(x)
+        for b in self.blocks:
+            h = b(h) if mask is None else b(h) * mask
+        loss = None if labels is None else F.mse_loss(h, labels)
+        return namedtuple("Out", "loss h hidden")(loss, h, None)
+
+def example_batch(n):
+    x = torch.randn(n, D)
+    return {"x": x, "mask": None, "labels": torch.tanh(x.flip(1))}, None
+
+def loss_fn(out, y):
+    return out.loss
+""",
+    "bfloat16_blocks_beside_a_float_stream": """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Linear(D, D)
+        self.blocks = nn.ModuleList([Block().bfloat16() for _ in range(4)])
+        self.scales = nn.Parameter(torch.ones(4, dtype=torch.float64))
+        self.mid, self.head = nn.Linear(D, D).double(), nn.Linear(D, D).double()
+    def forward(self, x):
+        x = self.stem(x)
+        for i, b in enumerate(self.blocks):
+            x = x + self.scales[i] * b(F.rms_norm(x, (D,)).to(torch.bfloat16))
+            if i == 1:
+                x = x + torch.tanh(self.mid(x.double())).float()
+        return self.head(x.double())
+
+def loss_fn(out, y):
+    return F.mse_loss(out, y.double())
+""",
 }
