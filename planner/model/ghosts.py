@@ -166,11 +166,16 @@ def ghost_like(tensor: Tensor, device: torch.device, origin: str = "") -> Ghost:
         device: Device that the ghost reports.
         origin: Name of the tensor of another stage that the ghost replaces; empty if only a shape is needed.
     """
-    return ghost_of_shape(tensor.shape, tensor.dtype, device, origin, strides=tensor.stride())
+    return ghost_of_shape(tensor.shape, tensor.dtype, device, origin=origin, strides=tensor.stride())
 
 
 def ghost_of_shape(
-    shape: Sequence[int], dtype: torch.dtype, device: torch.device, origin: str, strides: Sequence[int] | None = None
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    origin: str,
+    strides: Sequence[int] | None = None,
 ) -> Ghost:
     """Return a ghost (tensor without values). No operator runs, so modes that watch operators do not see this call.
 

@@ -75,7 +75,7 @@ class StandInFactory:
             else:
                 call = exposed[0][1]
                 origin = "an input of the model" if call < 0 else recording.calls[call].path
-            return ghost_of_shape(shape, meta.dtype, self._device, origin)
+            return ghost_of_shape(shape, meta.dtype, self._device, origin=origin)
         # Modes that watch the model's operators must not see the creation of a stand-in.
         with _disable_current_modes(), torch.no_grad():
             if storage in self._part.overwritten:  # a tensor that is written into needs separate memory

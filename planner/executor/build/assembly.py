@@ -65,7 +65,15 @@ class ProcessStages:
         """Function (number of micro-batches, samples in a micro-batch) -> engine."""
         self.statistics = BatchStatistics()
         shapes = self._shapes(job.micro_batch_size, training=True)
-        built = build_stages(model, self._chain, self._ranges, seed=job.seed, device=job.device)
+        # Only the equivalence check passes a structure. It measures no memory.
+        built = build_stages(
+            model,
+            self._chain,
+            self._ranges,
+            seed=job.seed,
+            device=job.device,
+            may_build_whole=structure is not None,
+        )
         stages = zip(place.stages, self._ranges, built, strict=True)
         self.modules = [self._module(shapes, *stage) for stage in stages]
         stage_of = [k for k, count in enumerate(balance.balance) for _ in range(count)]

@@ -32,6 +32,9 @@ from planner.model.outline import ModelOutline
 from planner.model.precision import convert_in_place
 from planner.model.seeding import seed_process
 
+_SMALL_BYTES = 20_000_000
+"""Size of the parameters of a small model, which may be built as a whole."""
+
 
 class StageRange(NamedTuple):
     """Stage: the layers `first` to `end - 1` of the model's sequence of layers (the chain)."""
@@ -118,7 +121,13 @@ def check_same_model(balance: Balance, loaded: LoadedModel, chain: Chain) -> Non
 
 
 def build_stages(
-    loaded: LoadedModel, chain: Chain, stages: Sequence[StageRange], *, seed: int, device: torch.device
+    loaded: LoadedModel,
+    chain: Chain,
+    stages: Sequence[StageRange],
+    *,
+    seed: int,
+    device: torch.device,
+    may_build_whole: bool = False,
 ) -> list[tuple[Layer, ...]]:
     """Build the layers of some stages, with the same initial values as in the whole model.
 
@@ -130,6 +139,7 @@ def build_stages(
         stages: Ranges of the stages.
         seed: Seed of the initial values.
         device: Device of the layers.
+        may_build_whole: True to build a small model as a whole, which takes less time but more memory.
 
     Returns:
         Layers of each stage.
@@ -143,7 +153,8 @@ def build_stages(
         needed = _needed_tensors(outline, model, stages)
         return [*needed, *other_reachable_tensors([model], needed)]
 
-    model = _build_only_wanted(loaded, wanted, seed)
+    is_small = sum(parameter.nbytes for parameter in chain.model.parameters()) <= _SMALL_BYTES
+    model = _build_whole(loaded, seed) if may_build_whole and is_small else _build_only_wanted(loaded, wanted, seed)
     model = convert_in_place(model, loaded.precision)
     if outline is not None:
         needed = _needed_tensors(outline, model, stages)
@@ -165,6 +176,10 @@ def _build_only_wanted(loaded: LoadedModel, wanted: Callable[[nn.Module], list[T
     if not loaded.is_without_values:
         with contextlib.suppress(BuildError):
             return build_with_values(loaded.build, wanted, seed=seed)
+    return _build_whole(loaded, seed)
+
+
+def _build_whole(loaded: LoadedModel, seed: int) -> nn.Module:
     seed_process(seed)
     model = loaded.build()
     if loaded.is_without_values:

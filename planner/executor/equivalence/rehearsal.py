@@ -79,7 +79,7 @@ class _RepeatedForwards:
         # Build each stage separately, so that it lacks the parameters of other stages, as in a run. Building a stage
         # changes the model, and the file may return the same model each time.
         copied = replace(loaded, build=lambda: copy_module(loaded.build()))
-        built = [build_stages(copied, chain, [one], seed=0, device=_DEVICE)[0] for one in ranges]
+        built = [build_stages(copied, chain, [one], seed=0, device=_DEVICE, may_build_whole=True)[0] for one in ranges]
         self._modules = [layer.module for layers in built for layer in layers]
         self._forward_index = [0]
         # Every layer of a Sequential is a module. Other models have one module for each stage.
