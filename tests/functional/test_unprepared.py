@@ -13,39 +13,46 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 RIGHT = (
     "state:running_scale_attribute",
     "hooks:mask_of_a_weight",
-    "optimizers:layerwise_rates_by_position",
-    "ties:numpy_values_unseeded",
-    "random:mixup_in_forward",
     "random:batch_of_python_and_numpy",
     "losses:ignore_index_counted",
     "structures:dict_inputs_dataclass_outputs",
-    "modules:prepare_qat",
     "tricks:switches_dropout_off",
-    "popular:writer_and_meters",
-    "popular:muon_shares_its_work",
-    "everyday:vmapped_ensemble_of_mlps",
-    "repositories:clip_with_a_mask_in_all_blocks",
     "repositories:vae_of_torch_distributions",
-    "objectives:masked_words_and_next_sentence",
     "loops:freezes_and_unfreezes_the_backbone",
-    "loops:goes_back_to_the_best_weights",
     "backwards:overwrites_its_result_in_backward",
     "detached:running_mean_and_deviation_of_numpy",
 )
 
 REFUSED = (
+    pytest.param("repositories:reformer_reversible_sequence", marks=pytest.mark.nightly),
+    pytest.param("backwards:deep_equilibrium_with_a_hook", marks=pytest.mark.nightly),
+    pytest.param("loops:clips_each_group", marks=pytest.mark.nightly),
+    pytest.param("tricks:unfreezes_gradually", marks=pytest.mark.nightly),
     "globals:count_in_blocks",
     "optimizers:skips_large_steps",
     "losses:curriculum_in_forward",
-    "tricks:unfreezes_gradually",
     "popular:targets_in_a_dataclass",
-    "repositories:reformer_reversible_sequence",
-    "loops:clips_each_group",
     "loops:divides_by_the_norm_of_all_gradients",
     "loops:unfreezes_a_planned_frozen_backbone",
-    "backwards:deep_equilibrium_with_a_hook",
     "hidden:memory_in_a_list_of_a_model_used_late",
 )
+
+LATER = tuple(
+    pytest.param(name, marks=pytest.mark.nightly)
+    for name in (
+        "repositories:clip_with_a_mask_in_all_blocks",
+        "popular:writer_and_meters",
+        "random:mixup_in_forward",
+        "objectives:masked_words_and_next_sentence",
+        "modules:prepare_qat",
+        "optimizers:layerwise_rates_by_position",
+        "ties:numpy_values_unseeded",
+        "loops:goes_back_to_the_best_weights",
+        "popular:muon_shares_its_work",
+        "everyday:vmapped_ensemble_of_mlps",
+    )
+)
+"""Right models for `make nightly`."""
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +66,7 @@ def test_models_are_many_and_distinct() -> None:
     assert len(texts) == len(unprepared_models()) >= 80
 
 
-@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.parametrize("name", [*RIGHT, *LATER])
 def test_pipelines_equal_the_plain_loop(models: dict[str, UnpreparedModel], name: str) -> None:
     """Losses of all steps and final tensors are equal up to rounding: with recomputation, and with split backwards.
 

@@ -275,7 +275,8 @@ def _like(meta: Tensor) -> Tensor:
     [
         *(("transformer_lm", 0, 6), ("transformer_lm", 1, 5), ("transformer_lm", 3, 6)),
         *(("convolutions", 0, 11), ("convolutions", 2, 8), ("convolutions", 4, 11)),
-        *(("amoebanet_d", 0, 4), ("amoebanet_d", 2, 7), ("mlp", 0, 11)),
+        *(("amoebanet_d", 2, 7), ("mlp", 0, 11)),
+        pytest.param("amoebanet_d", 0, 4, marks=pytest.mark.nightly),
     ],
 )
 def test_peaks_with_recomputed_layers_are_as_predicted(name: str, first: int, end: int, micro_batches: int) -> None:

@@ -117,7 +117,7 @@ ONE_FORWARD_ONE_BACKWARD = [("F", 0), ("F", 1), ("B", 0), ("F", 2), ("B", 1), ("
 @pytest.mark.parametrize("sequential", ["True", "False"])
 @pytest.mark.parametrize("recompute", get_args(Recompute))
 @pytest.mark.parametrize("order", [GPIPE, ONE_FORWARD_ONE_BACKWARD], ids=["gpipe", "1f1b"])
-@pytest.mark.parametrize("balance", [(6,), (2, 2, 2), (3, 3)], ids=str)
+@pytest.mark.parametrize("balance", [pytest.param((6,), marks=pytest.mark.nightly), (2, 2, 2), (3, 3)], ids=str)
 def test_buffers_and_gradients_of_stateful_models_equal_the_unpartitioned_model(sequential, recompute, order, balance):
     """Bit for bit: codebooks, running means, queues, slow copies, counts and spectral norms."""
     loaded = load_model(str(STATEFUL), settings={"sequential": sequential})
@@ -138,7 +138,7 @@ def test_buffers_and_gradients_of_stateful_models_equal_the_unpartitioned_model(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_devices", [1, 2, 3])
+@pytest.mark.parametrize("num_devices", [1, pytest.param(2, marks=pytest.mark.nightly), 3])
 def test_stateful_models_train_equally_under_every_schedule(num_devices: int, tmp_path: Path) -> None:
     balance = {1: (6,), 2: (3, 3), 3: (2, 2, 2)}[num_devices]
     plans: list[tuple[ScheduleName, Recompute, tuple[int, ...]]] = [

@@ -17,7 +17,7 @@ NAMES = tuple(REAL_MODELS) if os.environ.get("GPIPE_PLAN_ALL_MODELS") else IN_CI
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("granularity", ["coarse", "fine"])
+@pytest.mark.parametrize("granularity", ["coarse", pytest.param("fine", marks=pytest.mark.nightly)])
 def test_loss_and_gradients_of_stages_equal_the_models(name: str, granularity: str) -> None:
     """Two micro-batches are in flight, of sizes that were not recorded."""
     torch.set_num_threads(1)
