@@ -1,5 +1,6 @@
 """Leaves of recorded results and attributes. A tensor is recorded by its shape and dtype, without its values."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,8 +34,10 @@ class TensorMeta:
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes that a transfer of the tensor sends."""
-        return int(torch.Size(self.shape).numel()) * self.dtype.itemsize
+        """Number of bytes that a transfer of the tensor sends; too few for a nested tensor, which is never sent."""
+        sizes: tuple[object, ...] = self.shape
+        # A ragged dimension of a nested tensor is a symbol, not an integer.
+        return math.prod(size for size in sizes if isinstance(size, int)) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)

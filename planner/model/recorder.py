@@ -314,7 +314,7 @@ class _ForwardRecorder:
         is_new = recording.flow.nodes[version]["created"] > enter
         # Before the first submodule, only results of random functions are candidates: repeated code would draw others.
         is_random = any(operator.random for operator in recording.operators[first:])
-        is_useful = is_random or (gap > 0 and result.is_floating_point())
+        is_useful = is_random or (gap > 0 and result.is_floating_point() and not result.is_nested)
         if is_new and is_useful and version in self._tainted and call.function_region < 0:
             value = self._value(result, call.number, exposed=False).number
             recording.candidates.append(
