@@ -118,7 +118,8 @@ def reason_against_cut(states: Iterable[CarriedState], cut: int) -> str:
     """Return a message if code before the cut and code after the cut use the same state; else an empty text."""
     for state in states:
         if state.first < cut <= state.last:
-            return f'forward changes "{state.name}", which both sides of the cut use (use it in one block only)'
+            remedy = "use it in one block only, which returns what others need"
+            return f'forward changes "{state.name}", which both sides of the cut use ({remedy})'
     return ""
 
 

@@ -398,11 +398,13 @@ class _Needs:
         if operator.random and strict:  # each stage would draw different numbers
             self._fail(f"random numbers are drawn ({name}) by the code of {where} between modules")
         if operator.writes_model_tensor:  # each stage that holds the tensor would repeat the write
-            self._fail(f"the code of {where} writes into a parameter or buffer ({name})")
+            remedy = "write it in a module that returns the new value"
+            self._fail(f"the code of {where} writes into a parameter or buffer ({name}; {remedy})")
         for version in reads:
             kept = self._cuts._states.get(self._cuts.recording.flow.nodes[version]["storage"])
             if kept is not None:  # only one stage changes this state
-                self._fail(f'the code of {where} reads "{kept}" ({name}), which forward changes')
+                remedy = "let the module that changes it return its value"
+                self._fail(f'the code of {where} reads "{kept}" ({name}), which forward changes ({remedy})')
         makers = (self._cuts.recording.flow.nodes[old]["operator"] for old in operator.writes)
         if not all(self._cuts.repeated_code.is_repeated(maker, self._cut) for maker in makers):
             # The received tensor already contains the result of this write.

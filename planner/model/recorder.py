@@ -103,8 +103,8 @@ class _ForwardRecorder:
     """Recorder of one forward."""
 
     # A version is the content of a storage between two writes. It is tainted if it depends on a parameter, a
-    # floating-point input or a random number. Untainted versions, such as a mask of positions, can be computed in every
-    # stage.
+    # floating-point input, a random number or a buffer that this forward has changed. Untainted versions, such as a
+    # mask of positions, can be computed in every stage.
 
     def __init__(self, model: nn.Module) -> None:
         self.recording = Recording()
@@ -246,9 +246,10 @@ class _ForwardRecorder:
         storages = list(dict.fromkeys(self._storage(tensor) for tensor in arguments))
         reads = tuple(self._versions[storage] for storage in storages)
         random = torch.Tag.nondeterministic_seeded in func.tags
-        tainted = random or any(version in self._tainted for version in reads)
         targets = list(written_tensors(func, args, kwargs))
         written = list(dict.fromkeys(map(self._storage, targets)))
+        writes_model_tensor = any(storage in self._held for storage in written)
+        tainted = random or writes_model_tensor or any(version in self._tainted for version in reads)
         # A stage cannot mark integers as absent, so it needs what repeated code writes into an integer tensor.
         fills_integers = any(
             not tensor.is_floating_point() and self._version_of(tensor) not in self._tainted for tensor in targets
@@ -263,7 +264,7 @@ class _ForwardRecorder:
             ),
             random=random,
             decides=depends_on_values(func, arguments),
-            writes_model_tensor=any(storage in self._held for storage in written),
+            writes_model_tensor=writes_model_tensor,
             writes=tuple(self._versions[storage] for storage in written),
             region=next(iter(self._finder.regions_around(sys._getframe(1), time)), -1),
         )

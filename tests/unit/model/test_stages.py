@@ -449,6 +449,37 @@ def test_a_sum_is_sent_if_only_blocks_read_what_else_is_computed_from_its_terms(
     assert [len(values) for values in outline.crossings] == [1, 1, 1, 1]
 
 
+class Schedule(nn.Module):
+    """Writes its state into a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self) -> Tensor:
+        self.calls.fill_(5)  # the same in each forward, because the comparison runs several
+        return (self.calls / 20).clamp(max=1.0)
+
+
+class WarmsUp(Blocks):
+    """All blocks read the result of a schedule."""
+
+    def __init__(self) -> None:
+        super().__init__(number=3)
+        self.schedule = Schedule()
+
+    def forward(self, value: Tensor) -> Tensor:
+        weight = self.schedule()
+        for block in self.blocks:
+            value = value + weight * block(value)
+        return value
+
+
+def test_the_result_of_a_module_that_changes_a_buffer_is_sent() -> None:
+    result = compare_all_ways(WarmsUp())
+    assert [len(values) for values in result.chain.outline.crossings] == [2, 2]
+
+
 class Decides(Blocks):
     """Reads the values of each sum in its own code."""
 

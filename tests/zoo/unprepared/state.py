@@ -171,6 +171,32 @@ class Warm(nn.Module):
 def build_model():
     return Warm()
 """,
+    "counter_in_a_module_for_all_blocks": """
+class Counter(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("n", torch.zeros((), dtype=torch.long))
+
+    def forward(self):
+        self.n += self.training
+        return (self.n / 20).clamp(max=1.0)
+
+class Warm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.counter, self.stem = Counter(), nn.Linear(D, D)
+        self.blocks = nn.ModuleList([Block() for _ in range(4)])
+
+    def forward(self, x):
+        w = self.counter().item()
+        x = self.stem(x)
+        for b in self.blocks:
+            x = x + w * b(x)
+        return x
+
+def build_model():
+    return Warm()
+""",
     "counter_in_blocks": """
 class Fading(nn.Module):
     def __init__(self, i):
