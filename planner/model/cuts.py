@@ -398,8 +398,7 @@ class _Needs:
         if operator.random and strict:  # each stage would draw different numbers
             self._fail(f"random numbers are drawn ({name}) by the code of {where} between modules")
         if operator.writes_model_tensor:  # each stage that holds the tensor would repeat the write
-            remedy = "write it in a module that returns the new value"
-            self._fail(f"the code of {where} writes into a parameter or buffer ({name}; {remedy})")
+            self._fail(f"the code of {where} writes into a parameter or buffer ({name}; use a module that returns it)")
         for version in reads:
             kept = self._cuts._states.get(self._cuts.recording.flow.nodes[version]["storage"])
             if kept is not None:  # only one stage changes this state
