@@ -69,7 +69,7 @@ class Ghost(Tensor):
         """Torch's fake tensor inside of this tensor without values. Fake tensors of views share a storage."""
         if self._fake is None:
             # Other modes must not see this operator: a recorder would note the tensor as made by the model's code.
-            with _disable_current_modes(), _mode(), torch._C.DisableTorchFunction():
+            with _disable_current_modes(), _mode(), torch._C.DisableTorchFunction(), _without_tracing():
                 self._fake = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device=self.device)  # type: ignore[assignment]
         return self._fake  # type: ignore[return-value]
 
@@ -120,6 +120,20 @@ class Ghost(Tensor):
         return f"{type(self).__name__}({list(self.shape)}, {self.dtype}, {self.device})"
 
 
+@contextmanager
+def _without_tracing() -> Iterator[None]:
+    """Pause `torch.jit.trace`, which turns sizes of tensors into tensors and crashes if `torch.empty` then fails."""
+    state: Any = torch._C._get_tracing_state()
+    if state is None:
+        yield
+        return
+    torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch._C._set_tracing_state(state)  # type: ignore[attr-defined]
+
+
 class AbsentGhost(Ghost):
     """Tensor without values, in place of a tensor that only another stage has."""
 
@@ -166,7 +180,8 @@ def ghost_like(tensor: Tensor, device: torch.device, origin: str = "") -> Ghost:
         device: Device that the ghost reports.
         origin: Name of the tensor of another stage that the ghost replaces; empty if only a shape is needed.
     """
-    return ghost_of_shape(tensor.shape, tensor.dtype, device, origin=origin, strides=tensor.stride())
+    with _without_tracing():
+        return ghost_of_shape(tensor.shape, tensor.dtype, device, origin=origin, strides=tensor.stride())
 
 
 def ghost_of_shape(

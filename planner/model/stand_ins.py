@@ -124,13 +124,13 @@ class StandInFactory:
     def in_model(self, names: Sequence[str]) -> Iterator[None]:
         """Replace the parameters and buffers `names` by stand-ins in the `with` block."""
         replaced: list[tuple[dict[str, Any], str, Any]] = []
-        for full in names:
-            path, _, name = full.rpartition(".")
-            owner = self._part.model.get_submodule(path)
-            holder: dict[str, Any] = owner._parameters if name in owner._parameters else owner._buffers
-            replaced.append((holder, name, holder[name]))
-            holder[name] = self.parameter(full, holder[name])
         try:
+            for full in names:
+                path, _, name = full.rpartition(".")
+                owner = self._part.model.get_submodule(path)
+                holder: dict[str, Any] = owner._parameters if name in owner._parameters else owner._buffers
+                replaced.append((holder, name, holder[name]))
+                holder[name] = self.parameter(full, holder[name])
             yield
         finally:
             for holder, name, tensor in replaced:

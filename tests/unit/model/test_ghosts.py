@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from planner.core.errors import ModelError
 from planner.model.chain import chain_of
-from planner.model.ghosts import ghost_like
+from planner.model.ghosts import NeedsValuesError, ghost_like
+from planner.model.stand_ins import StandInFactory
 
 
 @pytest.mark.parametrize(
@@ -54,3 +55,46 @@ def test_reading_a_value_of_another_stage_names_its_layer() -> None:
     with pytest.raises(ModelError, match=r'code between modules, .* reads values of "blocks.0"') as refused:
         ghost_like(torch.empty(2), torch.device("cpu"), "blocks.0").sum().item()
     assert "move this code into a module" in refused.value.hint
+
+
+class ReadsGhost(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        ghost = ghost_like(self.weight, torch.device("cpu"))
+        return x + ghost.data.new(ghost.size(0), 3).zero_()
+
+
+def test_a_traced_forward_may_read_sizes_of_ghosts() -> None:
+    """`profile` counts floating-point operations with `torch.jit.trace`, and an error in it once ended the process."""
+    _, result = torch.jit._get_trace_graph(ReadsGhost(), (torch.ones(2, 3),))
+    assert result.shape == (2, 3)
+
+
+class Positions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("pos", torch.ones(4))
+        self.scale = nn.Parameter(torch.ones(4))
+        self.lin, self.out = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.lin(x + self.pos * self.scale)
+        return self.out(x)
+
+
+def test_an_error_while_tensors_become_stand_ins_restores_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Positions()
+    stage = chain_of(model, lambda batch: torch.randn(batch, 4)).stage(1, 2)
+
+    def fail_at_parameters(_self: StandInFactory, _name: str, tensor: Tensor) -> Tensor:
+        if isinstance(tensor, nn.Parameter):
+            raise NeedsValuesError
+        return torch.zeros(4)
+
+    monkeypatch.setattr(StandInFactory, "parameter", fail_at_parameters)
+    with pytest.raises(NeedsValuesError):
+        stage((torch.randn(2, 4),))
+    assert torch.equal(model.get_buffer("pos"), torch.ones(4))
