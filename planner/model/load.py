@@ -100,7 +100,7 @@ class LoadedModel:
                 a different tensor of another layer.
         """
         # Autocast's cache is off: a cached copy of a weight that two modules share would cross the cuts between them.
-        with forward_context(self.precision, torch.device("cpu"), keep=False):
+        with forward_context(self.precision, torch.device("cpu"), keep=False), hide_process_group():
             chain = chain_of(
                 model,
                 lambda size: self.example_batch(size).inputs,

@@ -1,12 +1,14 @@
 """The process group is hidden from the user's code, and only from it."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from planner.model.load import load_model
 from planner.model.process_group import hide_process_group, hide_process_group_in_step
 
 
@@ -42,3 +44,40 @@ def test_a_step_sees_no_group_and_is_counted_by_schedulers() -> None:
     after.step()
     assert seen == [False]
     assert dist.is_initialized()
+
+
+def test_finding_the_layers_sees_no_group(tmp_path: Path) -> None:
+    """Libraries cache their first answer to `dist.is_initialized()`."""
+    file = tmp_path / "model.py"
+    file.write_text(ASKS, encoding="utf-8")
+    loaded = load_model(str(file))
+    loaded.chain(loaded.build())
+
+
+ASKS = """
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+class Asks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        assert not dist.is_initialized()
+        return self.second(self.first(x))
+
+
+def build_model():
+    return Asks()
+
+
+def example_batch(n):
+    return torch.randn(n, 4), torch.randn(n, 4)
+
+
+def loss_fn(out, y):
+    return (out - y).square().mean()
+"""
