@@ -169,6 +169,8 @@ def _add(numbers: dict[str, float], name: str, value: Any, depth: int) -> None:
 def _number_of(value: Any) -> float | None:
     if type(value) in NUMBERS:
         return cast("float", value)
+    if any(value is generator for generator in _SEEDED_PER_LAYER):
+        return None
     if isinstance(value, np.generic | np.ndarray):
         is_numeric = value.nbytes <= _MOST_BYTES and (np.issubdtype(value.dtype, np.number) or value.dtype == bool)
         return float(np.abs(value).sum()) if is_numeric else None
@@ -178,6 +180,9 @@ def _number_of(value: Any) -> float | None:
     is_counted = isinstance(value, Iterator) and not isinstance(value, (GeneratorType, *_WRAPPED_ITERATORS))
     return operator.length_hint(value, 0) if is_counted else None
 
+
+# `from random import randrange` imports a method of Python's generator.
+_SEEDED_PER_LAYER = (random._inst, np.random.mtrand._rand, torch.default_generator)
 
 _STATES: Mapping[Any, Callable[[Any], bytes]] = {
     str: lambda text: text[:_MOST_BYTES].encode(),

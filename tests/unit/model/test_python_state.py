@@ -136,6 +136,12 @@ def test_a_draw_changes_the_number_of_its_generator(draw: Any) -> None:
     assert numbers_of_attribute(generator) != before
 
 
+@pytest.mark.parametrize("method", [random.randrange, np.random.mtrand._rand.rand, torch.default_generator.seed])
+def test_generators_that_are_seeded_for_every_layer_have_no_number(method: Any) -> None:
+    """`from random import randrange` imports a method of such a generator."""
+    assert not numbers_of_attribute(method.__self__)
+
+
 def test_cycles_are_followed_to_a_limited_depth() -> None:
     one, other = Clock(), Clock()
     one.other, other.other = other, one
