@@ -139,4 +139,27 @@ def build_optimizer(ps):
 """,
     "mask_registered_as_none": _MASK,
     "mask_not_persistent": _MASK.replace('("mask", None)', '("mask", None, persistent=False)'),
+    "cached_question_whether_it_is_distributed": """
+import torch.distributed as dist
+
+@functools.cache
+def is_distributed():
+    return dist.is_initialized() and dist.get_world_size() > 1
+
+class Centered(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(D, D)
+
+    def forward(self, x):
+        h = self.lin(x)
+        mean = h.mean(0)
+        if is_distributed():
+            dist.all_reduce(mean)
+            mean = mean / dist.get_world_size()
+        return x + torch.tanh(h - mean)
+
+def build_model():
+    return nn.Sequential(nn.Linear(D, D), Centered(), Block(), Centered(), nn.Linear(D, D))
+""",
 }

@@ -263,4 +263,18 @@ def example_batch(n):
     x = torch.randn(n, 3, 8)
     return x, x.mean(2)
 """,
+    "imports_functions_of_random": """
+from random import randrange, uniform
+
+class Jitter(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(D, D)
+
+    def forward(self, x):
+        return x + uniform(0.9, 1.1) * torch.tanh(self.lin(x.roll(randrange(D), 1)))
+
+def build_model():
+    return nn.Sequential(nn.Linear(D, D), Jitter(), Block(), Jitter(), nn.Linear(D, D))
+""",
 }

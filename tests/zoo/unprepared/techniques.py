@@ -363,4 +363,41 @@ class Net(nn.Module):
 def loss_fn(out, y):
     return F.mse_loss(out, y.double())
 """,
+    "u_vit_with_register_tokens": """
+class Transformer(nn.Module):
+    def __init__(self, depth=4):
+        super().__init__()
+        self.depth = depth
+        self.layers = nn.ModuleList()
+        for i in range(depth):
+            combine = nn.Linear(2 * D, D) if i >= depth / 2 else None
+            self.layers.append(nn.ModuleList([combine, Block(), Block()]))
+    def forward(self, x):
+        skips = []
+        for i, (combine, attn, ff) in enumerate(self.layers):
+            if i < self.depth / 2:
+                skips.append(x)
+            if combine is not None:
+                x = combine(torch.cat((skips.pop(), x), dim=-1))
+            x = ff(attn(x))
+        return x
+
+class UViT(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.patches = nn.Linear(D, D)
+        self.register_buffer("pos_embedding", torch.randn(4, D), persistent=False)
+        self.register_tokens = nn.Parameter(torch.randn(2, D))
+        self.transformer, self.head = Transformer(), nn.Linear(D, D)
+    def forward(self, x):
+        x = self.patches(x) + self.pos_embedding
+        x = torch.cat([x, self.register_tokens.expand(len(x), -1, -1)], dim=1)
+        return self.head(self.transformer(x).mean(dim=1))
+
+def build_model():
+    return UViT()
+
+def example_batch(n):
+    return torch.randn(n, 4, D), torch.randn(n, D)
+""",
 }
