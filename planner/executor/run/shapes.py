@@ -24,6 +24,7 @@ from planner.model.layout import meta_tensor_like
 from planner.model.leaves import describe_constant, is_plain, is_same_constant
 from planner.model.load import to_device
 from planner.model.module_tensors import attribute_tensors
+from planner.model.process_group import hide_process_group
 from planner.model.refusals import control_flow_error, explain_error
 from planner.model.variables import undo_variable_changes
 
@@ -171,7 +172,7 @@ def chain_shapes(
     BatchStatistics(chain.model.named_modules())  # refuses unsupported layers on every rank; removes statistics
     received = Boundary.of(to_device(inputs, torch.device("meta")))
     if chain.outline is None:
-        with undo_variable_changes(chain.model):
+        with undo_variable_changes(chain.model), hide_process_group():
             first = _run_layers(chain.layers, received, precision, device)
             # Run twice, because a first forward may only initialize, and a layer may be skipped at random.
             return first.with_gradients_of(_run_layers(chain.layers, received, precision, device))

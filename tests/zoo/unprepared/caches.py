@@ -153,7 +153,7 @@ class Centered(nn.Module):
 
     def forward(self, x):
         h = self.lin(x)
-        mean = h.mean(0)
+        mean = h.mean(1, keepdim=True)
         if is_distributed():
             dist.all_reduce(mean)
             mean = mean / dist.get_world_size()

@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from planner.executor.build.building import build_structure
+from planner.executor.run.shapes import chain_shapes
 from planner.model.load import load_model
 from planner.model.process_group import hide_process_group, hide_process_group_in_step
 
@@ -46,12 +48,13 @@ def test_a_step_sees_no_group_and_is_counted_by_schedulers() -> None:
     assert dist.is_initialized()
 
 
-def test_finding_the_layers_sees_no_group(tmp_path: Path) -> None:
+@pytest.mark.parametrize("model", ["Asks()", "nn.Sequential(Asks(), nn.Linear(4, 4))"])
+def test_finding_layers_and_shapes_sees_no_group(model: str, tmp_path: Path) -> None:
     """Libraries cache their first answer to `dist.is_initialized()`."""
     file = tmp_path / "model.py"
-    file.write_text(ASKS, encoding="utf-8")
+    file.write_text(ASKS.replace("MODEL", model), encoding="utf-8")
     loaded = load_model(str(file))
-    loaded.chain(loaded.build())
+    chain_shapes(build_structure(loaded), torch.randn(2, 4))
 
 
 ASKS = """
@@ -71,7 +74,7 @@ class Asks(nn.Module):
 
 
 def build_model():
-    return Asks()
+    return MODEL
 
 
 def example_batch(n):
