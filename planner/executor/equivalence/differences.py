@@ -149,8 +149,9 @@ def compare_gradients(
         gradients: Gradients of the stage.
         right: State of the reference.
     """
-    # A gradient that consists of rounding errors only is compared relative to the largest gradient of all.
-    least = 1e-5 * right.largest_gradient
+    # A gradient that consists of rounding errors only, as of a bias before a batch normalization, is compared relative
+    # to the largest gradient of all. With 1e-5, a MaxViT lost cuts by the rounding errors of such a bias.
+    least = 1e-4 * right.largest_gradient
     for name, gradient in gradients.items():
         differences.compare_tensor(f'the gradient of "{name}"', gradient, right.tensors.get(f"gradient:{name}"), least)
 
