@@ -59,6 +59,7 @@ def expect_half_of_the_memory(path: str) -> None:
     write(path, replace(balance, planned=replace(balance.planned, reserve_bytes=half)))
 
 
+@pytest.mark.nightly
 def test_memory_of_a_transformers_model_is_as_predicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The model trains on its own loss."""
     pytest.importorskip("transformers")

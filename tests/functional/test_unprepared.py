@@ -17,7 +17,6 @@ RIGHT = (
     "losses:ignore_index_counted",
     "structures:dict_inputs_dataclass_outputs",
     "tricks:switches_dropout_off",
-    "repositories:vae_of_torch_distributions",
     "loops:freezes_and_unfreezes_the_backbone",
     "backwards:overwrites_its_result_in_backward",
     "detached:running_mean_and_deviation_of_numpy",
@@ -41,6 +40,7 @@ LATER = tuple(
     pytest.param(name, marks=pytest.mark.nightly)
     for name in (
         "repositories:clip_with_a_mask_in_all_blocks",
+        "repositories:vae_of_torch_distributions",
         "popular:writer_and_meters",
         "random:mixup_in_forward",
         "objectives:masked_words_and_next_sentence",

@@ -288,7 +288,7 @@ def test_fused_attention_runs_at_the_rate_of_its_result() -> None:
     assert time_us == pytest.approx(1e6 * 4 * 16 * 4096**2 * 128 / matmul_flops_per_s("h100"))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_estimates_of_a_llama_are_near_the_times_on_a_gpu() -> None:
     pytest.importorskip("transformers")
     estimate, by_formula = estimates_of("llama-3-70b")

@@ -196,7 +196,7 @@ def test_an_unknown_family_is_refused_with_a_hint():
     assert "with torch and transformers installed, `--from-formula never`" in refused.value.hint
 
 
-CHECKED = {("llama", "fp32"), ("mixtral", "bf16-mixed")}
+CHECKED = {("mixtral", "bf16-mixed")}
 """Families and precisions that every run of the tests compares."""
 
 
