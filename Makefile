@@ -32,9 +32,10 @@ test: $(READY)
 quick: $(READY)
 	$(BIN)/python -m pytest -n auto -m "not slow and not nightly"
 
-# What is too slow for every change, and all that compares real times.
+# What is too slow for every change, all that compares real times, and all examples of the property tests.
 nightly: $(READY)
 	TIMED=1 $(BIN)/python -m pytest -n auto -m "nightly or timed"
+	TIMED=1 $(BIN)/python -m pytest -n auto tests/property
 
 # The wheel in an empty environment, without torch.
 light:

@@ -13,7 +13,7 @@ from planner.core.values.units import parse_bytes
 from planner.solve import Request, solve
 from tests.support.brute_force import Space
 from tests.support.profiles import inputs_of, profile_of
-from tests.support.random_problems import Features, Problem, problems
+from tests.support.random_problems import Features, Problem, num_examples, problems
 
 CAP = re.compile(r"with (\d+) devices? the smallest `--mem` is ([0-9.]+\w+) \((?:(\d+) replicas?, )?M = (\d+)\)")
 CAP_WITHOUT_CHUNKS = re.compile(r"under [\w ]+, (\d+) devices? need at least `--mem` ([0-9.]+\w+) \(")
@@ -162,15 +162,15 @@ def test_suggested_device_count_includes_all_replicas(replicas: int, cap: int, b
 @pytest.mark.parametrize(
     ("features", "count"),
     [
-        pytest.param(GPIPE, 50, id="gpipe"),
-        pytest.param(RULES, 40, id="rules"),
-        pytest.param(ONE_FORWARD_ONE_BACKWARD, 40, id="1f1b"),
-        pytest.param(INTERLEAVED, 30, id="interleaved"),
-        pytest.param(EVERYTHING, 40, id="everything"),
+        pytest.param(GPIPE, 100, id="gpipe"),
+        pytest.param(RULES, 80, id="rules"),
+        pytest.param(ONE_FORWARD_ONE_BACKWARD, 80, id="1f1b"),
+        pytest.param(INTERLEAVED, 60, id="interleaved"),
+        pytest.param(EVERYTHING, 80, id="everything"),
     ],
 )
 def test_hints_of_infeasible_requests_are_true(features: Features, count: int) -> None:
-    infeasible = 0
+    infeasible, count = 0, num_examples(count)
 
     @settings(max_examples=count, deadline=None, suppress_health_check=SLOW)
     @given(problems(features))

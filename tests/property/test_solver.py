@@ -14,7 +14,7 @@ from planner.core.values.plan import Plan
 from planner.solve import Request, solve
 from planner.solve.request import MOST_ACTIONS_OF_AUTO
 from tests.support.brute_force import EQUAL
-from tests.support.random_problems import Features, Problem, problems
+from tests.support.random_problems import Features, Problem, num_examples, problems
 
 GPIPE = Features()
 UNLIKE = Features(unlike=True)
@@ -32,9 +32,9 @@ LAYERS_1F1B = Features(policies=("layers",), schedules=("1f1b",), most_layers=5,
 
 
 def examples(count: int) -> settings:
-    """Return settings for `count` examples without a time limit for brute force."""
+    """Return settings for `num_examples(count)` examples without a time limit for brute force."""
     slow = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much)
-    return settings(max_examples=count, deadline=None, suppress_health_check=slow)
+    return settings(max_examples=num_examples(count), deadline=None, suppress_health_check=slow)
 
 
 def check_plan(problem: Problem, *, actions: int | None = MOST_ACTIONS_OF_AUTO) -> Plan | None:
@@ -84,11 +84,11 @@ def check_rank(problem: Problem, plan: Plan) -> None:
 @pytest.mark.parametrize(
     ("features", "count"),
     [
-        pytest.param(GPIPE, 150, id="gpipe"),
+        pytest.param(GPIPE, 250, id="gpipe"),
         # Devices differ in memory limit and speed, and links within nodes from links between them.
-        pytest.param(UNLIKE, 100, id="unlike devices"),
-        pytest.param(REPLICAS, 60, id="replicas"),
-        pytest.param(RULES, 80, id="placement rules and tied layers"),
+        pytest.param(UNLIKE, 200, id="unlike devices"),
+        pytest.param(REPLICAS, 100, id="replicas"),
+        pytest.param(RULES, 150, id="placement rules and tied layers"),
     ],
 )
 def test_gpipe_equals_brute_force(features: Features, count: int) -> None:
@@ -117,7 +117,7 @@ def test_gpipe_equals_brute_force(features: Features, count: int) -> None:
 def test_different_links_equal_brute_force(features: Features) -> None:
     """Each boundary has its own link; the list has as many links as needed, or one more."""
 
-    @examples(30)
+    @examples(50)
     @given(problems(features))
     def equal(problem: Problem) -> None:
         check_plan(problem)
@@ -129,11 +129,11 @@ def test_different_links_equal_brute_force(features: Features) -> None:
 @pytest.mark.parametrize(
     ("features", "count"),
     [
-        pytest.param(ONE_FORWARD_ONE_BACKWARD, 80, id="1f1b"),
-        pytest.param(ONE_FORWARD_ONE_BACKWARD_UNLIKE, 80, id="1f1b-unlike"),
-        pytest.param(INTERLEAVED, 50, id="interleaved"),
-        pytest.param(INTERLEAVED_UNLIKE, 40, id="interleaved-unlike"),
-        pytest.param(EVERYTHING, 60, id="everything"),
+        pytest.param(ONE_FORWARD_ONE_BACKWARD, 150, id="1f1b"),
+        pytest.param(ONE_FORWARD_ONE_BACKWARD_UNLIKE, 150, id="1f1b-unlike"),
+        pytest.param(INTERLEAVED, 80, id="interleaved"),
+        pytest.param(INTERLEAVED_UNLIKE, 60, id="interleaved-unlike"),
+        pytest.param(EVERYTHING, 120, id="everything"),
     ],
 )
 def test_simulated_schedules_equal_brute_force(features: Features, count: int) -> None:
@@ -157,8 +157,8 @@ def test_simulated_schedules_equal_brute_force(features: Features, count: int) -
 @pytest.mark.parametrize(
     ("features", "count"),
     [
-        pytest.param(LAYERS, 25, id="gpipe"),
-        pytest.param(LAYERS_1F1B, 12, id="1f1b"),
+        pytest.param(LAYERS, 80, id="gpipe"),
+        pytest.param(LAYERS_1F1B, 30, id="1f1b"),
     ],
 )
 def test_per_layer_recomputation_equals_brute_force(features: Features, count: int) -> None:
@@ -188,7 +188,7 @@ def test_the_integer_program_equals_brute_force(problem: Problem) -> None:
 
 
 @pytest.mark.slow
-@examples(50)
+@examples(100)
 @given(st.data())
 def test_brute_force_uses_the_cost_model(data: st.DataObject) -> None:
     """The arrays of brute force have the step time and peaks that the cost model computes for each plan."""

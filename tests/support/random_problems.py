@@ -4,6 +4,7 @@ Times are often small integers, so that many plans are equally fast. Memory limi
 the oracle finds.
 """
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -105,6 +106,11 @@ def problems(draw: st.DrawFn, features: Features = Features()) -> Problem:
     space = space.only(micro_batches=micro_batches)
     space = space.under(_caps(draw, space, features))
     return Problem(profile, space.inputs, micro_batches, space)
+
+
+def num_examples(count: int) -> int:
+    """Return `count` in `make nightly`, else half of it."""
+    return count if os.environ.get("TIMED") else count // 2
 
 
 def _often_large(most: int) -> st.SearchStrategy[int]:
