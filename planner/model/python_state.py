@@ -181,8 +181,8 @@ def _number_of(value: Any) -> float | None:
     return operator.length_hint(value, 0) if is_counted else None
 
 
-# `from random import randrange` imports a method of Python's generator.
 _SEEDED_PER_LAYER = (random._inst, np.random.mtrand._rand, torch.default_generator)
+"""Default generators, which stages seed for every layer. `from random import randrange` imports a method of one."""
 
 _STATES: Mapping[Any, Callable[[Any], bytes]] = {
     str: lambda text: text[:_MOST_BYTES].encode(),
