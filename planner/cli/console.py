@@ -23,10 +23,7 @@ _ASCII: Final = str.maketrans("·→±\u00d7…≤≥◀─├┼│░▒▓█
 
 
 def spell_in_ascii(error: UnicodeError) -> tuple[str, int]:
-    """Replace characters that a stream cannot encode by similar ASCII characters or escapes.
-
-    This is an error handler for `codecs.register_error`.
-    """
+    """Replace unencodable characters by similar ASCII characters or escapes (error handler for `codecs`)."""
     assert isinstance(error, UnicodeEncodeError)
     text = error.object[error.start : error.end].translate(_ASCII)
     return text.encode("ascii", "backslashreplace").decode(), error.end
@@ -85,9 +82,7 @@ class Console:
     def progress(self, title: str, *, announces: bool = True) -> Iterator[_Progress]:
         """Yield a progress callback, which shows a bar on a terminal, else prints a line every ten seconds.
 
-        Args:
-            title: What the command does.
-            announces: True to print the title at the first call if there is no terminal.
+        Without a terminal, the first call prints `title` if `announces` is true.
         """
         with ExitStack() as begun:
             shown: list[_Progress] = []

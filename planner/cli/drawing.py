@@ -43,12 +43,12 @@ def show_file(
 
     Args:
         file: A profile, a plan, links or a run report.
-        plan: Plan of a run report.
+        plan: Plan to compare with, if `file` is a run report.
         profile: Profile of the plan.
-        run: Report of a run, to compare with the plan.
+        run: Run report to compare with, if `file` is a plan.
         outputs: Files to write, by option such as `--html`; None for options that were not given.
         format_: Output format.
-        quiet: If true, leave out notes.
+        quiet: True to leave out notes.
 
     Raises:
         UsageError: The file is of another kind, or cannot be drawn.

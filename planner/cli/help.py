@@ -15,10 +15,7 @@ _LONGEST = 200
 
 
 class _AsTyped:
-    """Mixin for commands whose options stay texts, as the user typed them.
-
-    To convert options, typer would import pydantic. This import takes longer than the whole command `check`.
-    """
+    """Mixin for commands whose options stay texts. To convert them, typer would import pydantic, which is slow."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         parameters: list[Any] = super().get_params(ctx)  # type: ignore[misc]

@@ -39,8 +39,7 @@ COMMANDS = {
     "export": "Write the weights of a checkpoint as one state dict of the unpartitioned model.",
     "schema": "Print the JSON Schema of a kind of file.",
 }
-"""Commands and first sentences of their help. Each is a function in the module of its name, with an underscore for the
-dash. The list of commands in `gpipe-plan --help` imports none of them."""
+"""Commands and first sentences of their help, which `gpipe-plan --help` lists without importing the commands."""
 
 
 _WIDEST_HELP = 140
@@ -105,7 +104,7 @@ def app_for(arguments: list[str]) -> typer.Typer:
 
 
 def _list_only() -> None:
-    """Stand for a command in the list of commands; typer never calls it."""
+    """Do nothing. In the list of commands, this function replaces every command."""
 
 
 def run(arguments: list[str]) -> int:

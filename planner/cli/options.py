@@ -35,8 +35,7 @@ _BLAS_THREADS = "OPENBLAS_NUM_THREADS"
 def import_numpy_without_threads() -> None:
     """Import numpy without starting threads, for commands that neither measure nor search.
 
-    The threads of OpenBLAS spin after their start, which takes a fifth of the CPU time of `check`. Child processes do
-    not inherit the setting.
+    OpenBLAS's threads spin after their start, for a fifth of the CPU time of `check`. Child processes may start them.
     """
     if _BLAS_THREADS not in os.environ:
         os.environ[_BLAS_THREADS] = "1"
@@ -73,10 +72,7 @@ def check_format(name: str, formats: Collection[str] = ("text", "json")) -> bool
 
 
 def with_options(record: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return a decorator that gives a command an option for each field of the dataclass `record`.
-
-    These options replace the command's parameter `options`.
-    """
+    """Return a decorator that replaces a command's parameter `options` by one option per field of `record`."""
     keywords = [(keyword, keyword.option) for keyword in option_fields_of(record) if keyword.option is not None]
     with_value = [_parameter(*each) for each in keywords if each[0].command_line_type is not bool]
     flags = [_parameter(*each) for each in keywords if each[0].command_line_type is bool]

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from planner.core.values.profile import Profile
 
 _MUCH_RECOMPUTED = 0.02
-"""Share of the compute time from which per-layer recomputation is worth a note."""
+"""Smallest share of recomputation in the compute time for which a note suggests `--recompute layers`."""
 
 _LITTLE_SLOWER = 0.02
 """Largest relative increase of the step time for which a note suggests a simpler schedule."""
@@ -140,7 +140,7 @@ class _BestPlanLine:
         self._show, self._step_us, self._text, self._shown_s = show, inf, "no plan found yet", time.monotonic()
 
     def repeating(self, is_stopped: Callable[[], bool]) -> Callable[[], bool]:
-        """Return a function that returns `is_stopped()`, and shows the line again once a second."""
+        """Return a wrapper of `is_stopped`, which also shows the line again, at most once a second."""
 
         def repeated() -> bool:
             if time.monotonic() - self._shown_s >= 1:

@@ -18,8 +18,7 @@ _SPARE = frozenset({BoundaryTensor, MemoryDetail, ProgramMemory, Proof, SplitMem
 def to_plain(value: Any) -> Any:
     """Convert a dataclass, with all values in it, to plain dicts and lists.
 
-    Fields with a default are left out if they are None or empty. Fields marked `LEFT_OUT` are left out if they have
-    their default.
+    Fields with a default are left out if they are None or empty; fields marked `LEFT_OUT`, if they have their default.
     """
     kind = type(value)
     if kind in _ATOMS:

@@ -70,9 +70,7 @@ def relocate_source(source: str, profile_folder: str, folder: str) -> str:
 def check_outputs(outputs: Mapping[str, str | None], inputs: Iterable[str | None]) -> None:
     """Raise UsageError if an output file is also an input or another output, perhaps under another name.
 
-    Args:
-        outputs: Paths of output files by option; `-` is standard output, None is no output.
-        inputs: Paths of input files; `-` is standard input, None is no input.
+    `outputs` has paths by option. Paths that are `-` (standard output or input) or None are ignored.
     """
     input_paths = [path for path in inputs if path is not None and path != "-"]
     written: dict[str, str] = {}

@@ -12,7 +12,7 @@ from planner.files.writing import rounded
 
 
 def with_seal(plan: Plan) -> Plan:
-    """Return the plan with a seal of its values and of the tool's version."""
+    """Return the plan with a seal: a digest of its values and of the tool's version."""
     plan = replace(plan, generator=THIS_TOOL)
     return replace(plan, seal=_seal(plan))
 

@@ -30,7 +30,7 @@ MAX_DEPTH = 32
 """Largest nesting depth of lists and mappings of a YAML file; our own files need eight."""
 
 MAX_VALUES = 2**23
-"""Largest number of values of a YAML file; a profile of ten thousand layers has three million."""
+"""Largest number of values of a YAML file; a profile of ten thousand layers has about two million."""
 
 
 class Document:

@@ -14,15 +14,12 @@ _T = TypeVar("_T")
 
 
 def validate_content(kind: type[_T], plain: str, document: Document) -> _T:
-    """Convert the content of a file to the dataclass `kind`, with a check of all keys and types.
+    """Return the content of a file as the dataclass `kind`, after a check of all keys and types.
 
     Args:
         kind: The dataclass.
         plain: Content of the file as JSON text.
         document: The parsed file, for line numbers.
-
-    Returns:
-        The content as an instance of `kind`.
 
     Raises:
         FileError: Keys are unknown or missing, or have values of other types.
