@@ -22,12 +22,9 @@ def number(value: float, decimals: int = 2) -> str:
 
 
 def element(tag: str, *content: str, **values: str | float | None) -> str:
-    """Return an element of SVG or HTML.
+    """Return an element of SVG or HTML, from markup and from attributes, which are escaped.
 
-    Args:
-        tag: Name of the element.
-        content: Markup inside the element.
-        values: Attributes, which are escaped. None leaves an attribute out; `_` in a name becomes `-`.
+    None leaves an attribute out. `_` in the name of an attribute becomes `-`.
     """
     written = ((name.strip("_").replace("_", "-"), value) for name, value in values.items() if value is not None)
     attributes = "".join(f' {n}="{escape_text(v) if isinstance(v, str) else number(v)}"' for n, v in written)

@@ -1,7 +1,6 @@
 """Trace of a predicted step, for a trace viewer.
 
-Each device is a process of the trace, with a counter `memory`. The trace of a run (`train.py --trace`) has the same
-rows.
+Each device is a process of the trace, with a counter `memory`, as in the trace of a run (`train.py --trace`).
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,6 @@
 """Interactive report: a page with adjustable cuts, micro-batches, schedule and memory limits.
 
-Python computes all numbers (`planner.show.explore.data`). The scripts of the page compute only sums and maxima of these
-numbers.
+Python computes all numbers (`planner.show.explore.data`). The page's scripts compute only their sums and maxima.
 """
 
 from planner.show.explore.page import explore_html

@@ -28,7 +28,7 @@ on the device. IN_PLACE: as SHARED, and the previous stage is on the same device
 """
 
 ALWAYS: Final = -1
-"""Index of memory that exists during the whole step. It is used in place of an index into `PARTS`."""
+"""Number used in place of an index into `PARTS`, for memory that exists during the whole step."""
 
 _MOST_AT_ONCE: Final = 1 << 14
 """Largest number of stages whose memory is computed at the same time, which limits temporary memory."""
@@ -45,7 +45,7 @@ class _RowBlock(NamedTuple):
     stages: StageTable
     """Table that contains the stage of each row."""
     places: tuple[IntArray, IntArray]
-    """For each row, the two indices of its stage in `stages`: by first layer, and by last layer."""
+    """Indices of each row's stage in the two dimensions of `stages`: first layer, last layer."""
     received: FloatArray
     """Bytes that the stage of each row receives as input."""
 
@@ -60,12 +60,11 @@ def add_memory_columns(
         costs: Costs of the chain at the micro-batch size, with its replicas.
         cells: Stage of each row.
         micro_batches: Number of micro-batches.
-        parts: Indices into `PARTS` of allocations to add, for each sharing of a device (`ALONE` to `IN_PLACE`).
+        parts: Indices into `PARTS` of allocations to add, for each sharing mode (`ALONE` to `IN_PLACE`).
 
     Returns:
-        JSON data about the added columns.
+        For each sharing mode and recompute choice: part (or `ALWAYS`), component and index of every added column.
     """
-    # For each sharing mode and recompute choice: part (or `ALWAYS`), component and index of every added column.
     blocks = tuple(_blocks(costs, cells, micro_batches))
     return [
         [_listed(table, blocks, mode, choice, used={ALWAYS, *used}) for choice in CHOICES] if used else []

@@ -44,10 +44,7 @@ MOST_BYTES: Final = 1_200_000
 """Size limit of all tables together, in bytes."""
 
 _MOST_STAGES: Final = 50_000
-"""Approximate limit on the number of stages in the first tables, counted once per micro-batch size.
-
-Tables larger than `MOST_BYTES` are computed again with fewer stages.
-"""
+"""Approximate limit on stages times micro-batch sizes in the tables; reduced while they exceed `MOST_BYTES`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,10 +83,7 @@ class _ExplorerChain:
 
 
 def page_data(request: ExplorerRequest) -> PageData:
-    """Return the data of the interactive report.
-
-    For a long chain, the data has only stages near the initial cuts.
-    """
+    """Return the data of the interactive report; for a long chain, only with stages near the initial cuts."""
     chain, menu = _ExplorerChain.of(request), schedule_menu(request)
     nearby = _NearbyStages.of(chain, menu)
     widths = nearby.widths(_MOST_STAGES // len(chain.costs))
@@ -135,10 +129,7 @@ class _NearbyStages:
         return cls(chain=chain, menu=menu, layouts=layouts, balances={**even, len(plan.balance): plan.balance})
 
     def widths(self, max_stages: int) -> dict[int, int]:
-        """Return the largest number of layers by which a cut may move, by number of stages.
-
-        The interactive report then has data for about `max_stages` stages.
-        """
+        """Return how many layers a cut may move, by number of stages, for about `max_stages` stages in the report."""
         num_layers, own = self.chain.one.num_layers, len(self.chain.request.plan.balance)
         if len(self.chain.pipeline.speeds) * num_layers * (num_layers + 1) // 2 <= max_stages:
             return dict.fromkeys(self.balances, num_layers)

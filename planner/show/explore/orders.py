@@ -28,8 +28,7 @@ The code is 4 * chunk + index of the action's kind in `LETTERS`, or -1 for the o
 """
 
 EncodedOrder = tuple[str] | tuple[str, list[int]]
-"""Action order of a device as a text; with the micro-batch of each action, if a stage does not process them in order.
-"""
+"""Action order of a device as a text; with each action's micro-batch if a stage runs micro-batches out of order."""
 
 
 def _character(number: int) -> str:

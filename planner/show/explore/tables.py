@@ -35,8 +35,8 @@ class NumberTable:
     def json_data(self) -> dict[str, Any]:
         """Return the table as JSON data without repeated rows.
 
-        `columns` has one list per column, with values only for distinct rows. `rows` has, for each row of the table,
-        its index in these lists. It is None if no rows are equal.
+        `columns` has one list per column, with one value per distinct row. `rows` has, for each row of the table, its
+        index in these lists; `rows` is None if all rows are distinct.
         """
         if not self._columns:
             return {"rows": None, "columns": []}

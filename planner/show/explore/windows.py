@@ -30,7 +30,7 @@ class StageRows(NamedTuple):
 
 
 class CutRows(NamedTuple):
-    """Sorted pairs (link, cut), as arrays of equal length. In a pair, the link can connect the stages at the cut."""
+    """Sorted pairs (link, cut) as arrays of equal length: each link over which the tensors at a cut may be sent."""
 
     link: IntArray
     """Index into `DeviceGroup.links`."""
@@ -153,9 +153,6 @@ def stages_near(
         layouts: Layouts of the stages in the interactive report.
         balances: Initial number of layers of each stage, by number of stages.
         widths: Largest number of layers by which a cut moves, by number of stages.
-
-    Returns:
-        The stages, and the cuts with their links.
     """
     cells: set[tuple[int, int, int]] = set()
     crossings: set[tuple[int, int]] = set()
@@ -181,9 +178,8 @@ def _cut_ranges(balance: Sequence[int], width: int) -> Iterator[range]:
 
 
 def run_length_encode(*columns: IntArray) -> list[int]:
-    """Encode sorted rows, given by their columns, as a flat list of integers."""
+    """Encode sorted rows, given by their columns, as runs: first row of a run, then last number of its last row."""
     # In a run of rows, the last number grows by 1 from row to row, and the other numbers are equal.
-    # A run is encoded as its first row and the last number of its last row.
     rows = np.stack(columns, axis=1)
     is_next = (np.diff(rows[:, :-1], axis=0) == 0).all(axis=1) & (np.diff(rows[:, -1]) == 1)
     begins = np.flatnonzero(np.concatenate([[True], ~is_next])) if len(rows) else np.zeros(0, np.int64)

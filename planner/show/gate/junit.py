@@ -1,7 +1,4 @@
-"""Verdict as JUnit XML, with a test case for the plan and one for each stage.
-
-Nearly every CI server shows this format.
-"""
+"""Verdict as JUnit XML, which nearly every CI server shows: a test case for the plan and one for each stage."""
 
 from collections.abc import Iterable
 from xml.etree import ElementTree as ET

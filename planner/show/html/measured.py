@@ -60,9 +60,7 @@ _SCALES: tuple[tuple[Callable[[float], str], tuple[Quantity, ...]], ...] = (
     (percent, ("bubble",)),
     (format_bytes, ("peak_bytes",)),
 )
-"""Pairs: a function that returns a quantity as text, and the quantities for which it is used.
-
-Bars of the quantities of a pair have one scale, except the bar of the step time."""
+"""Functions that return a quantity as text, each with its quantities. Their bars share a scale, except the step's."""
 
 
 def _rows(figures: Sequence[ComparedFigure], text: Callable[[float], str], place: str) -> Iterator[list[str]]:

@@ -49,7 +49,7 @@ def values_table(shown: Table, *, text: int = 1, marks: Mapping[str, str] | None
     Args:
         shown: The table of values.
         text: Number of columns with text, from the left.
-        marks: Suffix of the values in `Column.marked`, by name of the column.
+        marks: Suffix of emphasized values (`Column.marked`), by column name.
     """
     columns = [_cells(column, (marks or {}).get(column.name, "")) for column in shown.columns]
     return html_table([column.heading for column in shown.columns], zip(*columns, strict=True), text=text)

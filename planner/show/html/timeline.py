@@ -18,10 +18,7 @@ _KINDS = (*BY_LABEL, "receive", "optimizer", "send forward", "send backward")
 
 
 def timeline_section(plan: Plan, step: StepTimeline | None) -> Section:
-    """Return the timeline of one step: a canvas with controls, and a picture for browsers without scripts.
-
-    If `step` is None, the section says that the profile is missing.
-    """
+    """Return the timeline of one step, as a canvas and as a picture without scripts; a remark if `step` is None."""
     if step is None:
         body = remark("The timeline is computed from the profile, which was not found: give it with --profile FILE.")
         return Section(anchor="timeline", title="Timeline", body=body)

@@ -126,15 +126,12 @@ def _rounded(value: float) -> int:
 
 
 def memory_over_time_parts(plan: Plan, step: StepTimeline, style: Style) -> list[RenderableType]:
-    """Return the memory of each device over the step, as a row of bars per device.
+    """Return a title, and per device a row of bars of its memory over the step, with the peak's share of the limit.
 
     Args:
         plan: The plan.
         step: One step of the plan.
         style: Style of the output.
-
-    Returns:
-        A title, and a row per device that ends with the peak as a share of the limit.
     """
     if step.pipeline_us <= 0:
         return []

@@ -1,7 +1,6 @@
 """Conversion of rich's renderables to lines of text.
 
-Text from files (names of layers and devices, messages) must pass through `printable` first. Otherwise a terminal would
-obey escape codes in it.
+Text from files must pass through `printable` first. Otherwise a terminal would obey escape codes in it.
 """
 
 from collections.abc import Iterable, Sequence

@@ -19,7 +19,7 @@ GAP = 2
 def terminal_table(view: Table, marks: Mapping[str, tuple[str, str]] | None = None) -> RichTable:
     """Return `view` as a table for the terminal.
 
-    `marks` has the suffix and the color of the values in `Column.marked`, by column name.
+    `marks` has the suffix and the color of emphasized values (`Column.marked`), by column name.
     """
     columns = [TextColumn(header=_header(column, view), number=column.unit != "text") for column in view.columns]
     rows = list(zip(*(_cells(column, view, marks) for column in view.columns), strict=True))

@@ -52,7 +52,7 @@ class AxisScale:
         return floor(time_us * self.columns / self.total_us + 0.5)
 
     def room(self, duration_us: float) -> int:
-        """Return the smallest width of a box with this duration, in columns."""
+        """Return the width of a box with this duration in columns, rounded down."""
         return floor(duration_us * self.columns / self.total_us + 1e-9)
 
 
@@ -82,15 +82,12 @@ class TimelineBox:
 
 
 def timeline_parts(events: Sequence[Event], num_devices: int, style: Style) -> list[RenderableType]:
-    """Return the timeline of a step with axis and legend, without transfers.
+    """Return title, rows, axis and legend of the timeline of a step, without transfers.
 
     Args:
         events: Simulated events of the step.
         num_devices: Number of devices, which is the number of rows.
         style: Style of the output.
-
-    Returns:
-        Title, rows, axis and legend.
     """
     computing = [event for event in events if event.kind in _BY_LETTER]
     total_us = max((event.end_us for event in computing), default=0.0)

@@ -52,7 +52,7 @@ def _with_range(value: float, ends: tuple[float, float], end: int, unit: str) ->
 
 
 def fit_words(plan: Plan, certainty: Certainty | None) -> str:
-    """Return `fits`, `tight` or `does not fit`; `fits as predicted` if no similar peak was measured."""
+    """Return the `memory_fit` of a plan; if no similar peak was measured, `fits as predicted` instead of `fits`."""
     fit = memory_fit(plan, certainty)
     unknown = certainty is not None and not certainty.device_bytes
     return "fits as predicted" if unknown and fit == "fits" else fit

@@ -16,7 +16,7 @@ OF_REPLICAS = "the slowest and the largest of the replicas"
 """Description of the measured times and peaks of a run with replicas: the largest value of any replica is shown."""
 
 WAITING = ("recompute", "transfer", "idle")
-"""Names of columns that are left out of a run's table if they are empty."""
+"""Names of columns that are left out of a run's table if all their values are 0."""
 
 _LABELS: Mapping[Quantity, str] = {
     "step_us": "step",
@@ -32,9 +32,7 @@ _LABELS: Mapping[Quantity, str] = {
 def figure_label(row: ComparedFigure, place: str) -> str:
     """Return the label of a compared figure, such as `forward, stage 2`.
 
-    Args:
-        row: The figure.
-        place: `stage` or `device`, for the label of a memory peak.
+    The label of a memory peak has `place`, which is `stage` or `device`, before the index.
     """
     label = _LABELS[row.what] + (f" {place}" if row.what == "peak_bytes" else "")
     return label if row.index is None else f"{label} {row.index}"

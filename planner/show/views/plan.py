@@ -92,7 +92,7 @@ def _named_bound_words(plan: Plan) -> str:
 def gap_words(plan: Plan) -> str:
     """Return the gap between the plan's step time and its lower bound, as text.
 
-    If plans without the schedule `search` have a higher lower bound, the text also has the gap to this bound.
+    If named schedules (all but `search`) have a lower bound that is higher, the text also has the gap to this bound.
     """
     named_gap = plan.solver.named_gap(plan.predicted.step_us)
     over_named = "" if named_gap is None else f", over the named schedules {_gap_text(named_gap)}"
@@ -114,9 +114,9 @@ def has_unlike_devices(plan: Plan) -> bool:
 
 
 def plan_stage_table(plan: Plan, *, brief: bool = False) -> Table:
-    """Return a table of a plan's stages, with marks for the slowest stage and exceeded limits.
+    """Return a table of stages that marks the slowest one and exceeded limits.
 
-    With `brief`, the table has no numbers of recomputed layers.
+    If `brief`, the table has no numbers of recomputed layers.
     """
     slowest = frozenset({plan.predicted.bottleneck_stage} if len(plan.stages) > 1 else ())
     over = frozenset(s.index for s in plan.stages if s.memory.total > s.memory_bytes)

@@ -17,10 +17,7 @@ BUBBLE_WORDS: Final = "bubble, from a row's first box to its last"
 
 
 def bubble_of(busy_us: Iterable[tuple[float, float]]) -> float:
-    """Return a device's idle share of the time between its first and its last action.
-
-    `busy_us` has the start and the end of each action.
-    """
+    """Return a device's idle share from its first to its last action; `busy_us` has starts and ends of actions."""
     spans = tuple(busy_us)
     if not spans:
         return 0.0

@@ -111,7 +111,7 @@ def column(
     drop: int = 0,
     marked: frozenset[int] = frozenset(),
 ) -> tuple[Column, Callable[[Row], Value]]:
-    """Return the definition of a column for `table`.
+    """Return the definition of a column for `table`: the column without values, and `value`.
 
     Args:
         name: Name of the column.
@@ -121,20 +121,14 @@ def column(
         per: Denominator of the times, such as `micro-batch`.
         drop: Priority for removing the column if space is short; 0 is never removed.
         marked: Indices of rows whose value is emphasized.
-
-    Returns:
-        The column without values, and `value`.
     """
     return Column(name=name, title=title, unit=unit, per=per, drop=drop, marked=marked), value
 
 
 def table(rows: Sequence[Row], *columns: tuple[Column, Callable[[Row], Value]], group: int = 0) -> Table:
-    """Return a table with values read from rows.
+    """Return a table with a row for each of `rows`, from definitions that `column` returned.
 
-    Args:
-        rows: Objects to read values from, one per row of the table.
-        columns: Definitions of the columns, made by `column`.
-        group: Number of rows after which renderers leave a gap; 0 for no gaps.
+    Renderers leave a gap after every `group` rows; 0 for no gaps.
     """
     filled = (replace(column, values=tuple(map(value, rows))) for column, value in columns)
     return Table(columns=tuple(filled), group=group)
