@@ -14,9 +14,7 @@ from planner.core.values.plan import Plan
 from planner.core.values.profile import Profile
 
 _ON_THE_PAGE: Final = frozenset({"--mem", "--schedule", "--chunks", "--recompute", "--links", "--together", "--apart"})
-"""Options of `solve` that `solve_command_parts` leaves out.
-
-The interactive report sets them, replaces them by fixed cuts (`--balance`), or has a note about them."""
+"""Options of `solve` that the interactive report sets, replaces by fixed cuts (`--balance`), or mentions in a note."""
 
 
 @on_plan(ExploreOptions)
@@ -66,7 +64,7 @@ def explore(plan: File | Plan, options: ExploreOptions) -> str:
 def solve_command_parts(plan: Plan, profile: Profile) -> Iterator[str]:
     """Yield the `solve` command that makes a plan again: the command with the profile's path, then its options.
 
-    Options that the interactive report adds are left out.
+    The options in `_ON_THE_PAGE` are left out.
     """
     width = plan.tensor_parallel if profile.widths else plan.inputs.tensor_parallel
     inputs = replace(plan.inputs, replicas=plan.replicas, tensor_parallel=width)

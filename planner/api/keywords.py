@@ -1,6 +1,6 @@
 """Decorators that turn the options of a command into keyword arguments of its function.
 
-The keywords come from the dataclasses in `planner.api.options`. Type checkers and `help` see them.
+The keywords are the fields of `record`, a dataclass in `planner.api.options`. Type checkers and `help` see them.
 """
 
 import textwrap
@@ -36,28 +36,19 @@ class _OnModel(Protocol[P, Result_co]):
 def on_profile(
     record: Callable[P, Record],
 ) -> Callable[[Callable[[AnyProfile, Record], Result]], _OnProfile[P, Result]]:
-    """Return a decorator: `command(profile, options)` becomes `command(profile="profile.yaml", *, option=…)`.
-
-    `record` is the dataclass of the command's options. Each of its fields becomes a keyword argument.
-    """
+    """Return a decorator: `command(profile, options)` becomes `command(profile="profile.yaml", *, option=…)`."""
     return lambda verb: _with_keywords(verb, record, default="profile.yaml")
 
 
 def on_plan(record: Callable[P, Record]) -> Callable[[Callable[[File | Plan, Record], Result]], _OnPlan[P, Result]]:
-    """Return a decorator: `command(plan, options)` becomes `command(plan="plan.yaml", *, option=…)`.
-
-    `record` is the dataclass of the command's options. Each of its fields becomes a keyword argument.
-    """
+    """Return a decorator: `command(plan, options)` becomes `command(plan="plan.yaml", *, option=…)`."""
     return lambda verb: _with_keywords(verb, record, default="plan.yaml")
 
 
 def on_model(
     record: Callable[P, Record],
 ) -> Callable[[Callable[[File | Any | None, Record], Result]], _OnModel[P, Result]]:
-    """Return a decorator: `command(model, options)` becomes `command(model=None, *, option=…)`.
-
-    `record` is the dataclass of the command's options. Each of its fields becomes a keyword argument.
-    """
+    """Return a decorator: `command(model, options)` becomes `command(model=None, *, option=…)`."""
     return lambda verb: _with_keywords(verb, record, default=None)
 
 

@@ -32,7 +32,7 @@ class Option:
     """Names of the option, separated by spaces, such as `--output -o`; empty if `option_name` gives the only name."""
     repeatable: bool = False
     recorded: OptionConversion | None = None
-    """Conversion between the option and its field in `Inputs`; None if the field is missing, or needs other options."""
+    """Conversion between the option and its field in `Inputs`; None without a field, or if other options affect it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ _CALIBRATED: Final = frozenset({"--overhead", "--reserve"})
 
 
 def solve_command_options(inputs: Inputs, device: Device, *, without: Collection[str] = ()) -> tuple[str, ...]:
-    """Return the options of `solve` to compute a plan again, without options that have their default.
+    """Return the options of `solve` to compute a plan again, such as `--batch 32`, except options with their default.
 
     The result has no options for cuts, micro-batches and time limit, which a plan does not record. Names of files are
     placeholders, such as `--links links.yaml`.
@@ -26,9 +26,6 @@ def solve_command_options(inputs: Inputs, device: Device, *, without: Collection
         inputs: Inputs of the plan.
         device: Device of the profile. It has the defaults of `--link`, `--overhead` and `--reserve`.
         without: Names of options to leave out.
-
-    Returns:
-        Options such as `--batch 32`.
     """
     executor = device.executor or ExecutorCost(overhead_us=0.0, link=Link())
     num_nodes = ceil(inputs.devices / inputs.node_devices) if inputs.node_devices else 0
@@ -55,10 +52,7 @@ def solve_command_options(inputs: Inputs, device: Device, *, without: Collection
 
 
 def calibrated_options(inputs: Inputs, device: Device) -> tuple[str, ...]:
-    """Return the options of `solve --calibration FILE` to compute a plan again.
-
-    Options whose values come from the calibration are left out.
-    """
+    """Return the options of `solve` to compute a plan again that are needed in addition to `--calibration FILE`."""
     # If links between nodes differ, a calibration does not change them: see `calibration_of`.
     without = _CALIBRATED if inputs.inter_link is not None else _CALIBRATED | {"--link"}
     return solve_command_options(inputs, device, without=without)

@@ -106,15 +106,12 @@ def profile_reference(source: ProfileSource, plan_path: str) -> ProfileReference
 
 
 def judge_again_from_profile(plan: Plan, profile: Profile, place: str) -> Verdict:
-    """Recompute a plan from its profile, and return the verdict of `check`.
+    """Return the verdict of `check`, with the plan that is recomputed from its profile.
 
     Args:
         plan: The plan.
         profile: Its profile.
         place: Path of the plan, for the error message.
-
-    Returns:
-        The verdict, with the recomputed plan.
 
     Raises:
         StaleError: The profile differs from the one that the plan was made from.
@@ -140,12 +137,7 @@ def resolve_calibration(calibration: File | Calibration | None) -> Calibration |
 def links_of(links: File | Sequence[Link] | None, **other_options: object) -> tuple[Link, ...]:
     """Return the link from each device to the next; empty without links.
 
-    Args:
-        links: Links, or a file of links.
-        **other_options: Other options that also define links, by name; None for unset options.
-
-    Returns:
-        One link per boundary.
+    `other_options` has, by name, options that also define the links; None for unset options.
 
     Raises:
         UsageError: Two options define the links.

@@ -178,10 +178,7 @@ def parse_precision(value: str | None) -> Precision:
 
 
 def parse_speeds(value: str | float | Sequence[float], devices: int) -> tuple[float, ...]:
-    """Return the speed of each device relative to the profiled device.
-
-    `value` is one number for all devices, or a text such as `1,1,2.5`.
-    """
+    """Return the speed of each device relative to the profiled one, from one number for all or `1,1,2.5`."""
     text = _shown(value)
     try:
         numbers = tuple(map(float, _parts(value)))
