@@ -35,7 +35,7 @@ _BLAS_THREADS = "OPENBLAS_NUM_THREADS"
 def import_numpy_without_threads() -> None:
     """Import numpy without starting threads, for commands that neither measure nor search.
 
-    OpenBLAS's threads spin after their start, for a fifth of the CPU time of `check`. Child processes may start them.
+    OpenBLAS's threads would spin for a fifth of the CPU time of `check`. Child processes may start threads.
     """
     if _BLAS_THREADS not in os.environ:
         os.environ[_BLAS_THREADS] = "1"

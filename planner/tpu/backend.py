@@ -58,10 +58,7 @@ def backend_of(name: str) -> "CompiledBackend":
 
 
 class CompiledBackend:
-    """Profile backend that compiles layers for a TPU chip such as `v2`.
-
-    If `chip` is empty, the backend compiles for the attached TPU and runs the layers on this TPU.
-    """
+    """Profile backend that compiles layers for `chip`, such as `v2`; if empty, for the attached TPU, and runs them."""
 
     device = torch.device("cpu")
 
@@ -101,10 +98,7 @@ class CompiledBackend:
         return self._described
 
     def check(self, loaded: LoadedModel, *, lean: bool) -> None:  # noqa: ARG002
-        """Raise `UsageError` if the model is trained under autocast, which is not supported on TPUs.
-
-        `lean` is ignored.
-        """
+        """Raise `UsageError` if the model is trained under autocast, which TPUs do not support; ignore `lean`."""
         if loaded.precision not in _PRECISIONS:
             raise UsageError(
                 f"`--dtype {loaded.precision}`: autocast is a feature of torch, which programs for TPUs lack",
@@ -223,10 +217,7 @@ def _outputs_kept_for_backward(compiled: Sequence[CompiledLayer]) -> list[dict[i
 
 
 def _received_sizes(compiled: Sequence[CompiledLayer]) -> list[list[tuple[int, int]]]:
-    """Return two sizes, in bytes, of every tensor that each layer receives.
-
-    The sizes are those of the tensor as sent, and in the largest layout of any layer that reads the tensor.
-    """
+    """Return, per layer, two sizes in bytes of each received tensor: as sent, and in its readers' largest layout."""
     wanted: list[Sequence[int]] = [compiled[-1].wanted]
     for layer in reversed(compiled[:-1]):
         sizes = list(layer.wanted)

@@ -44,10 +44,7 @@ def chip_devices(name: str, num: int) -> list[jax.Device]:
 
 
 def target_device(chip: str) -> jax.Device:
-    """Return a device of the TPU `chip`, such as `v2`; if `chip` is empty, JAX's first device.
-
-    The chip need not be attached.
-    """
+    """Return a device of the TPU `chip`, which need not be attached; if `chip` is empty, JAX's first device."""
     return chip_devices(chip, 1)[0] if chip else jax.devices()[0]
 
 

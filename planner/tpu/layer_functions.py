@@ -67,15 +67,12 @@ class LayerFunction:
 def layer_function(
     module: nn.Module, run: Callable[[Sequence[Any]], Sequence[Any]], values: Sequence[Any]
 ) -> LayerFunction:
-    """Convert a function that runs a module on torch tensors to a function of JAX arrays.
+    """Return `run`, which runs a module on torch tensors, as a function of JAX arrays.
 
     Args:
         module: Module whose parameters and buffers become arguments. Other tensors become constants.
         run: Function from flattened inputs to flattened outputs.
         values: Inputs of `run`. Only shapes and dtypes of tensors are read.
-
-    Returns:
-        The function of JAX arrays, with the shapes of its arguments.
     """
     env = torchax_environment()
     # A `ModelStage` runs the forward of the whole model, so its parameters belong to the model.
@@ -128,10 +125,7 @@ class Residual:
 
 @dataclass(frozen=True)
 class ForwardBackwardFunction:
-    """Forward and backward of a layer as two functions of JAX arrays.
-
-    Residuals are the values that the backward reads.
-    """
+    """Forward and backward of a layer as functions of JAX arrays. Residuals are the values that the backward reads."""
 
     forward: Callable[..., tuple[list[Array], list[Array]]]
     """Function (trained, fixed, inputs, key) -> (outputs, other residuals)."""
@@ -200,10 +194,7 @@ class _ResidualPlan:
     """Origin of each value that a traced forward passes to its backward."""
 
     sources: tuple[tuple[str, Any], ...]
-    """Origin of each value: (kind, index among the values of this kind), or (`literal`, value).
-
-    The kinds are `argument`, `const`, `output` and `made`.
-    """
+    """Origin of each value: (`argument`, `const`, `output` or `made`; index in this kind), or (`literal`, value)."""
     created: tuple[int, ...]
     """Index, among all values, of each `made` value: one that is not an argument, constant, output or literal."""
     passed: tuple[int, ...]

@@ -8,8 +8,8 @@
 
 `forward` and `backward` correspond to loops over micro-batches, which store residuals in arrays. `both` and `apart` run
 forward and backward of one micro-batch together. The compiler then chooses which values to keep, and in which
-precision. The large array in `apart` moves the peak of memory between forward and backward. So all other temporaries at
-the peak are kept for the backward.
+precision. The large array in `apart` moves the peak of memory to the time between forward and backward. At this time,
+all other temporaries are values kept for the backward.
 
 Matmuls of a TPU take 16-bit operands unless the model sets a higher precision. The compiler stores arrays that are only
 matmul operands in 16 bits, also in loops (jax 0.10.2, libtpu 0.0.52). `matmul_operands_of` finds these arrays.
@@ -49,7 +49,7 @@ _LEAST_FILLING_BYTES = 2**24
 
 
 def compile_layer(function: LayerFunction, device: jax.Device, time_us: Timer) -> CompiledLayer:
-    """Compile a layer's forward, its backward, and both together (with and without a large array between them).
+    """Return sizes and times of a layer's executables, which this module's docstring lists.
 
     A layer without a backward has only the executable of its forward.
 
@@ -57,9 +57,6 @@ def compile_layer(function: LayerFunction, device: jax.Device, time_us: Timer) -
         function: Layer as a function of JAX arrays.
         device: Device from `chip_devices` or from JAX.
         time_us: Function that returns the run time of an executable.
-
-    Returns:
-        Sizes and times of the executables.
 
     Raises:
         LacksOperatorError: torchax cannot translate the layer.
@@ -101,16 +98,13 @@ def compile_layer(function: LayerFunction, device: jax.Device, time_us: Timer) -
 def compile_step(
     parameters: Sequence[Tensor], rule: OptimizerRule, device: jax.Device, time_us: Timer
 ) -> CompiledOptimizerStep:
-    """Compile the optimizer step that updates some parameters.
+    """Return time and temporary memory of the compiled optimizer step that updates some parameters.
 
     Args:
         parameters: Updated parameters. Only shapes and dtypes are read.
         rule: Update rule of the optimizer.
         device: Device from `chip_devices` or from JAX.
         time_us: Function that returns the run time of an executable.
-
-    Returns:
-        Time and temporary memory of the optimizer step.
     """
     shapes = list(map(jax_shape_of, parameters))
 
@@ -246,10 +240,7 @@ def find_matmul_operands(jaxpr: jax.extend.core.Jaxpr, results: Sequence[bool] |
 
 
 def _operands_only_for_matmul(eqn: Any, results: Sequence[bool]) -> list[bool]:
-    """Return, for each argument of an equation, True if it is used only as a matmul operand.
-
-    `results` is True for each result of the equation that is used only as a matmul operand.
-    """
+    """Return the result of `find_matmul_operands` for one equation."""
     name, num = eqn.primitive.name, len(eqn.invars)
     if name in _PRODUCTS:
         return [_takes_16_bits(eqn)] * num

@@ -88,15 +88,12 @@ class Packing:
         return arrays
 
     def add(self, stage: int, packed: Sequence[Array], arrays: Sequence[Array]) -> list[Array]:
-        """Add the arrays of a stage to packed arrays of the same stage.
+        """Return the sums of packed arrays and of more arrays of the same stage, packed in the same way.
 
         Args:
             stage: Index of the stage.
             packed: Packed arrays of the stage.
             arrays: Arrays of the stage, in their original shapes.
-
-        Returns:
-            Sums, packed like `packed`.
         """
         sums = list(packed)
         if not self._flat:
@@ -149,10 +146,7 @@ class MeshProgram:
         self.gradient_edges = Packing([[], *(_floating(stage.inputs) for stage in stages[1:])], in_loops=True)
 
     def place_on_devices(self, packing: Packing, stages: Sequence[Sequence[Any]]) -> list[Array]:
-        """Pack the numpy arrays of every stage, and copy them to the stage's device.
-
-        The results have shape (stages, …).
-        """
+        """Copy the numpy arrays of every stage to the stage's device, in packed arrays of shape (stages, …)."""
         packed = [packing.pack(k, arrays, np) for k, arrays in enumerate(stages)]
         return [
             jax.device_put(np.stack([arrays[n] for arrays in packed]), self._sharding("stage"))
@@ -182,15 +176,12 @@ class MeshProgram:
         return packed(self.trained), packed(self.fixed), StageInput(data(inputs), data(targets), key)
 
     def loss_and_gradients(self, trained: Arrays, fixed: Arrays, batch: StageInput) -> tuple[Array, list[Array]]:
-        """Compute the loss and the gradients of a mini-batch. Callers compile this function with `jax.jit`.
+        """Return the mean loss of the micro-batches, and gradients packed like `trained`; to be compiled by `jax.jit`.
 
         Args:
             trained: Packed trained parameters.
             fixed: Packed frozen parameters and buffers.
             batch: Mini-batch; each array has shape (micro-batches, …).
-
-        Returns:
-            Mean loss of the micro-batches, and gradients that are packed like `trained`.
         """
         one, apart = jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec("stage")
         mapped = jax.shard_map(

@@ -106,6 +106,4 @@ _RULES: Final[Mapping[str, tuple[Callable[[Mapping[str, Any]], Update], int]]] =
     "Adam": (_adam, 2),
     "AdamW": (_adam, 2),
 }
-"""For each torch class name: function that makes the update, and number of states per element.
-
-A nonzero option `momentum` adds one state."""
+"""By name of torch's class: function that makes the update; states per element (one more with `momentum`)."""

@@ -24,7 +24,7 @@ class CompiledLayer:
     aliases: tuple[int, ...]
     """For each output, the index of the input that it returns unchanged; -1 for new outputs."""
     reshaped_bytes: int
-    """Bytes of the arrays for the backward that a loop over micro-batches flattens, in their original shapes."""
+    """Bytes, in their original shapes, of the arrays kept for the backward that are flattened in a loop."""
     forward_us: float
     backward_us: float
     forward_temporary_bytes: int

@@ -135,9 +135,8 @@ def _layer_function_of(
     """Return a layer as a function of JAX arrays, and a function that describes the layer's outputs.
 
     `values` are the flattened inputs, with the structure `nest`. With `last`, the layer's function also computes the
-    loss from `targets`. The second function is called after the first was traced. It returns the structure of the
-    outputs, and a list with one entry per flattened output: for a tensor, its index among the tensors; for any other
-    value, `(value,)`.
+    loss from `targets`. Call the second function after the first was traced. It returns the structure of the outputs,
+    and for each flattened output its index among the tensors, or `(value,)` if it is not a tensor.
     """
     of_loss, loss_nest = tree_flatten(targets)
     seen: dict[str, Any] = {}

@@ -44,19 +44,16 @@ from planner.tpu.slots import shared_slots
 from planner.tpu.stage_memory import CompiledLayerMemory, CompiledStageMemory, ProgramArrays
 
 _GAPS = 1.1
-"""Memory of a stage's forward or backward in one program of all stages, divided by its memory in a separate program.
-
-The factor accounts for gaps between arrays of different sizes.
-"""
+"""Factor on a stage's forward or backward in one program of all stages, for gaps between arrays of different sizes."""
 
 _TAKEN_OUT = 1 / 2
-"""Bytes of unpacked copies at a backward's peak, divided by bytes of arrays in vectors; as observed on ConvNeXt."""
+"""Share of the kept arrays that are copied out of vectors at a backward's peak, as observed on ConvNeXt."""
 
 _RESHAPED = 1 / 2
-"""Share of the flattened arrays that also exists in its original shape at the peak, as observed on U-Nets."""
+"""Share of the flattened arrays that also exist in their original shapes at the peak, as observed on U-Nets."""
 
 _WIDENED = 1 / 2
-"""Additional memory of a forward that creates 16-bit arrays, divided by their bytes; as observed on a ViT."""
+"""Additional memory of a forward that keeps 16-bit arrays, divided by bytes of all kept arrays; observed on a ViT."""
 
 _NARROW: Final = ("bfloat16", "float16")
 

@@ -22,10 +22,7 @@ _ROW = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class CompiledProgram:
-    """Executable, and the costs that the compiler reports for it.
-
-    Sizes are bytes of device memory, including padding.
-    """
+    """Executable, and the costs that the compiler reports. Sizes are bytes of device memory, including padding."""
 
     arguments: tuple[int, ...]
     """Bytes of each argument."""
@@ -43,10 +40,9 @@ class CompiledProgram:
 
 
 def compiler_options_for(device: jax.Device) -> dict[str, str]:
-    """Return the compiler options for a program that trains a whole step on `device`.
+    """Return the compiler options for a program that trains a whole step on `device`; empty unless it is a TPU.
 
-    For TPUs, the compiler tries several placements of arrays in memory, and takes the smallest. For other devices, the
-    result is empty.
+    With these options, the compiler tries several placements of arrays in memory, and takes the smallest.
     """
     # For 48 programs, this saved up to 14 % of the memory; one of them needed 1.2 % more (libtpu 0.0.52,
     # docs/measurements/tpu-composition.md).
@@ -72,16 +68,13 @@ def compile_lowered(lowered: Any) -> Any:
 def compile_program(
     function: Callable[..., Any], shapes: Sequence[Any], device: Any, donated: Sequence[int] = ()
 ) -> CompiledProgram:
-    """Compile a function for a device. The compiler chooses the layouts of arguments and results.
+    """Return a function compiled for a device. The compiler chooses the layouts of arguments and results.
 
     Args:
         function: Function of nested JAX arrays.
         shapes: Shapes of the function's arguments.
         device: Device from `chip_devices` or from JAX.
         donated: Indices of arguments whose memory the executable may reuse for results.
-
-    Returns:
-        The executable, with the compiler's costs.
 
     Raises:
         OutOfMemoryError: The program alone needs more memory than the device has.
@@ -107,15 +100,12 @@ def compile_program(
 
 
 def make_depend_on_array(outputs: Sequence[Any], gradients: Sequence[Any], num_bytes: int) -> list[Any]:
-    """Make gradients depend on a large array, which the compiled program must then store before the backward.
+    """Return gradients that depend on a large array, which the compiled program must then store before the backward.
 
     Args:
         outputs: Outputs of the forward, from which the large array is computed.
         gradients: Gradients of the outputs.
         num_bytes: Size of the large array, in bytes.
-
-    Returns:
-        The gradients, each plus a number that depends on the large array.
     """
     seed = sum((jnp.sum(output.astype(jnp.float32)) for output in outputs), jnp.zeros(()))
     rows = num_bytes // (4 * _ROW)
@@ -162,10 +152,7 @@ def num_bytes(shape: jax.ShapeDtypeStruct) -> int:
 
 
 def padded_bytes(shape: jax.ShapeDtypeStruct) -> int:
-    """Return the bytes of an array in its smallest layout on a TPU, including padding.
-
-    This layout is the default for arguments of an executable.
-    """
+    """Return an array's bytes in its smallest layout on a TPU, which is the default for arguments, with padding."""
     axes = range(len(shape.shape))
     orders = [[axis for axis in axes if axis not in pair] + list(pair) for pair in permutations(axes, 2)]
     return min((_padded_bytes(shape, order, _TILE) for order in orders), default=_padded_bytes(shape, axes, _TILE))
@@ -178,10 +165,7 @@ def tiled_shape(length: int) -> tuple[int, int]:
 
 
 def shape_in_loops(shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """Return the shape in which loops over micro-batches store an array of shape `shape`.
-
-    The array is flattened to rows of 128 elements if this saves much padding; otherwise, the result is `shape`.
-    """
+    """Return an array's shape in loops over micro-batches: rows of 128 elements if this saves much padding."""
     rows = jax.ShapeDtypeStruct(tiled_shape(math.prod(shape.shape)), shape.dtype)
     worth = _WORTH_OF_32_BITS if shape.dtype == "float32" else _WORTH
     return rows if padded_bytes(shape) >= worth * num_bytes(rows) else shape
@@ -209,9 +193,6 @@ def kinds_in_loops(
         shapes: Shapes of the arrays.
         sizes: Bytes of the arrays in these shapes.
         only_matmul_operands: True for arrays that are used only as matmul operands.
-
-    Returns:
-        One kind per array.
     """
     kinds = []
     for shape, size, narrow in zip(shapes, sizes, only_matmul_operands, strict=True):
@@ -227,10 +208,7 @@ def _kind_of_array(shape: jax.ShapeDtypeStruct, size: int, loop_bytes: int) -> A
 
 
 def sizes_in_layouts(shapes: Any, formats: Any) -> tuple[int, ...]:
-    """Return the bytes of each array in a nested value, in an executable's layouts.
-
-    Random keys count as arrays.
-    """
+    """Return the bytes of each array (or random key) in a nested value, in an executable's layouts."""
     sizes = []
     for shape, place in zip(jax.tree.leaves(shapes), jax.tree.leaves(formats), strict=True):
         tiling = place.layout.tiling if place.layout is not None else None

@@ -12,10 +12,7 @@ from typing import Final, NamedTuple, TypeVar
 from planner.core.values.profile import ArrayKind
 
 MOST_ROOM: Final = 1.5
-"""Largest accepted ratio: bytes of all slots of a device, divided by bytes of the largest stage's arrays.
-
-A slot is memory for one array of any stage.
-"""
+"""Largest accepted ratio: bytes of all slots of a device, divided by bytes of the largest stage's arrays."""
 
 _Kind = TypeVar("_Kind")
 

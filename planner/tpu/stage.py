@@ -85,16 +85,13 @@ class JaxStage:
     def backward(
         self, state: State, received: StageInput, saved: Sequence[Array], gradients: Sequence[Array]
     ) -> tuple[dict[str, Array], list[Array]]:
-        """Return the gradients of a stage.
+        """Return gradients of a stage's trained parameters, by name, and of its inputs that need a gradient.
 
         Args:
             state: Parameters and buffers of the stage.
             received: Inputs of the micro-batch.
             saved: Arrays that the forward returned for the backward.
             gradients: Gradients of the outputs.
-
-        Returns:
-            Gradients of trained parameters by name, and gradients of the inputs that need a gradient.
         """
         values, created = self._run(state, received) if self._recompute else self._unpacked(received.inputs, saved)
         of_trained: dict[str, Array] = {}

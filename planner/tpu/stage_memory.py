@@ -21,10 +21,9 @@ from planner.core.values.plan import Recompute
 from planner.core.values.profile import ArrayKind, LayerProfile, ProgramMemory
 
 _GAPS: Final = 1.05
-"""Memory of a forward and backward in one executable, divided by the sum over its layers. The factor accounts for gaps
-between arrays of different sizes, which executables of one layer lack. Without it, predictions were 0.92 to 1.06
-times the compiled memory (docs/measurements/tpu-composition.md). The measured programs were compiled with the options
-of `planner.tpu.programs.compiler_options_for`."""
+"""Factor for gaps between arrays of different sizes, which are not in the executables of single layers. Without the
+factor, predictions were 0.92 to 1.06 times the memory of programs that were compiled with `compiler_options_for`
+(docs/measurements/tpu-composition.md)."""
 
 
 class ProgramArrays(NamedTuple):
@@ -39,10 +38,7 @@ class ProgramArrays(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CompiledLayerMemory:
-    """Memory of each layer within one executable, in bytes; one entry per layer.
-
-    The memory includes gaps between arrays, unless a field excludes them.
-    """
+    """Memory of each layer within one executable, in bytes, with gaps between arrays unless a field excludes them."""
 
     carried: FloatArray
     """Bytes stored from a layer's forward to its backward."""

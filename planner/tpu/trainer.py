@@ -98,16 +98,13 @@ class JaxTraining:
                 yield example_mini_batch(self.model, self.balance.batch, seed=self._seed, step=step)
 
     def step(self, state: TrainingState, inputs: Any, targets: Any, number: int) -> tuple[float, TrainingState]:
-        """Run one step on a mini-batch of torch tensors.
+        """Return the loss of a mini-batch of torch tensors, and the state after one step on it.
 
         Args:
             state: State before the step.
             inputs: Inputs of the mini-batch.
             targets: Targets of the mini-batch.
             number: Index of the step, from 0.
-
-        Returns:
-            Loss of the mini-batch, and the state after the step.
         """
         batch = StageInput(*self.pipeline.split_batch(inputs, targets), jax.random.key(self._seed))
         loss, state = self._jitted(state, batch, number)
@@ -145,16 +142,9 @@ class JaxTraining:
         return CompiledMemory(held, memory.temp_size_in_bytes)
 
     def print_memory(self, predicted_bytes: int, plan_bytes: int) -> ExitCode:
-        """Print the memory per device that the step needs on a TPU, and whether the step fits.
+        """Print the memory of the step on the TPU that `train_jax.py --compile` names, and whether the step fits.
 
-        The step is compiled for the TPU that `train_jax.py --compile` names.
-
-        Args:
-            predicted_bytes: Predicted memory per device, which is also printed.
-            plan_bytes: Memory limit of the plan.
-
-        Returns:
-            `OK` if the step fits into the memory limit and into the chip's memory, otherwise `NO`.
+        Return `OK` if it fits into the chip's memory and the plan's limit `plan_bytes` per device, otherwise `NO`.
         """
         try:
             needed = self.compiled_memory()

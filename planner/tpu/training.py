@@ -76,15 +76,12 @@ def fit_report(
 
 
 def jax_arguments(description: str | None, *, steps: int, seed: int) -> JaxArguments:
-    """Parse the command line of an emitted `train_jax.py`.
+    """Return the options in the command line of an emitted `train_jax.py`.
 
     Args:
         description: Description for `--help`.
         steps: Default of `--steps`.
         seed: Default of `--seed`.
-
-    Returns:
-        Values of the options.
     """
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False

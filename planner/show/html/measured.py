@@ -60,7 +60,7 @@ _SCALES: tuple[tuple[Callable[[float], str], tuple[Quantity, ...]], ...] = (
     (percent, ("bubble",)),
     (format_bytes, ("peak_bytes",)),
 )
-"""Functions that return a quantity as text, each with its quantities. Their bars share a scale, except the step's."""
+"""Pairs: function that returns a text, and its quantities. Bars of a pair share a scale, except bars of `step_us`."""
 
 
 def _rows(figures: Sequence[ComparedFigure], text: Callable[[float], str], place: str) -> Iterator[list[str]]:
