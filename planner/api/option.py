@@ -32,7 +32,7 @@ class Option:
     """Names of the option, separated by spaces, such as `--output -o`; empty if `option_name` gives the only name."""
     repeatable: bool = False
     recorded: OptionConversion | None = None
-    """Conversion between the option and its field in `Inputs`; None without a field, or if other options affect it."""
+    """Conversion between option and field of `Inputs`; None without such a field, or if it needs more options."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

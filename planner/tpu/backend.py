@@ -179,8 +179,8 @@ def _with_compiled_memory(
 ) -> LayerProfile:
     """Return `profile` with the memory that the compiler reported, in the field `program`.
 
-    `compiled`, `kept_outputs` and `received` have one item per micro-batch size. Items of the last two are arguments
-    of `CompiledLayer.memory_in_program`. The last `num_targets` inputs of the layer are targets of the loss.
+    `compiled`, `kept_outputs` and `received` have one item per micro-batch size. `CompiledLayer.memory_in_program`
+    describes `kept_outputs` and `received`. The last `num_targets` inputs of the layer are targets of the loss.
     """
     programs = [
         _program(layer, kept_outputs[place], received[place], is_first=is_first, num_targets=num_targets)

@@ -129,7 +129,7 @@ class _ProgramParts(NamedTuple):
     kept: float
     """Bytes of the arrays kept for the backward of one micro-batch."""
     copies: float
-    """Bytes of 16-bit copies of weights for matmuls, and of padding; both exist during the whole step."""
+    """Bytes of padding, and of 16-bit copies of weights for matmuls; both exist during the whole step."""
     batch: float
     """Bytes of a copy of the mini-batch, in 16 bits if matmuls read it. It exists during the whole step."""
     forward: float

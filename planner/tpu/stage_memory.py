@@ -53,7 +53,7 @@ class CompiledLayerMemory:
     reshaped: FloatArray
     """Bytes of the arrays that a loop over micro-batches flattens, in their original shapes. Excludes gaps."""
     waiting: FloatArray
-    """Padding that a loop over micro-batches removes when it flattens arrays for the backward. Excludes gaps."""
+    """Padding of activations until a loop over micro-batches stores them flattened, in bytes. Excludes gaps."""
     laid_out: FloatArray
     """Bytes of a copy of the model's input for one micro-batch, in the first layer's layout; 0 for all other layers."""
     arrays: tuple[ProgramArrays, ...]
@@ -81,7 +81,7 @@ class CompiledStageMemory:
     padding: FloatArray
     """Padding of parameters and gradients, and a copy of the first layer's input in the layout that the layer needs."""
     waiting: FloatArray
-    """Padding that a loop over micro-batches removes when it flattens arrays for the backward."""
+    """Padding of activations until a loop over micro-batches stores them flattened."""
 
     def parts(self, s: StageTable, recompute: Recompute, *, in_flight: int) -> MemoryParts:
         """Return the memory of stages, split into allocations (`PARTS`), if each stage is compiled as one executable.

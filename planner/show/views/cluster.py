@@ -40,8 +40,8 @@ def training_words(plan: Plan, certainty: Certainty | None) -> list[str]:
 def shown_run(plan: Plan) -> tuple[TrainingRun, Inputs] | None:
     """Return the requested training run, and the plan's inputs with the length of this run.
 
-    If no run was requested, the result is a run of 1T tokens. It is None if the number of tokens per sample or the peak
-    rate of the GPUs is unknown.
+    If no run was requested, the result is a run of 1T tokens. If the number of tokens per sample or the peak rate of
+    the GPUs is unknown, the result is None.
     """
     inputs, predicted = plan.inputs, plan.predicted
     if plan.training is not None:
