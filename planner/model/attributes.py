@@ -39,9 +39,7 @@ class AttributeChange:
     """`set`: an attribute or dict entry was set. `extended`: a list got more items. `replaced`: it got other items."""
     nest: Nest
     leaves: tuple[Any, ...]
-    """Leaves of the new value; of an extended list, leaves of its new items.
-
-    In a `Recording`, the tuple contains a `planner.model.leaves.Leaf` for each leaf instead of its value."""
+    """Leaves of the new value, or of the new items of an extended list; in a `Recording`, a `Leaf` for each value."""
 
     @property
     def contains_tensor(self) -> bool:

@@ -16,11 +16,7 @@ _LIBRARIES = frozenset(("torch", "planner", *sys.stdlib_module_names))
 
 @contextmanager
 def record_model_code(functions: list[str]) -> Iterator[None]:
-    """Add the names of Python functions that this thread calls in the `with` block, except those of torch.
-
-    Args:
-        functions: List to which the names are added.
-    """
+    """Append to `functions` the names of functions that this thread calls in the block, except in `_LIBRARIES`."""
 
     def see(frame: FrameType, event: str, _argument: Any) -> None:
         package = str(frame.f_globals.get("__name__")).partition(".")[0]

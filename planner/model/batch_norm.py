@@ -3,7 +3,7 @@
 In training every micro-batch is normalized by its own statistics. A plain `BatchNorm` would update its running
 statistics with every micro-batch, and once more when a micro-batch is recomputed. This module collects sums over all
 micro-batches. Once per step, it updates the running statistics with the mean and unbiased variance of the whole
-mini-batch. (The idea comes from torchgpipe. Torchgpipe uses the biased variance.)
+mini-batch. The idea comes from torchgpipe, which uses the biased variance.
 
 While a layer runs, a pair of scratch tensors (mean, variance) replaces its running statistics, with a momentum of one.
 So torch's own kernel computes mean and variance, and no input is read twice.
@@ -38,7 +38,7 @@ def defer_batch_norms(model: nn.Module) -> Iterator["BatchStatistics"]:
     """Collect batch normalization statistics in the `with` block, instead of updating running statistics.
 
     Raises:
-        ModelError: The model has a `SyncBatchNorm`.
+        ModelError: The model has a `SyncBatchNorm` in training mode.
     """
     before = {module: vars(module).get("forward") for module in model.modules()}
     try:
@@ -57,10 +57,7 @@ class BatchStatistics:
         self.watch(modules)
 
     def watch(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
-        """Collect the statistics of the batch normalizations in `modules`, too.
-
-        Args:
-            modules: Pairs of a module's path and the module.
+        """Collect the statistics of the batch normalizations in `modules` (pairs of path and module), too.
 
         Raises:
             ModelError: One of `modules` is a `SyncBatchNorm` in training mode.
@@ -132,7 +129,7 @@ class BatchStatistics:
 
 @dataclass
 class _NormCall:
-    """Statistics of the n-th call of a batch norm per forward: of the current micro-batch, and sums over the step."""
+    """Statistics of the n-th call of a batch norm in a forward: for the current micro-batch, and sums over the step."""
 
     module: _BatchNorm
     mean: Tensor
@@ -140,9 +137,7 @@ class _NormCall:
     variance: Tensor
     """Unbiased variance per channel in the current micro-batch."""
     sum: Tensor
-    """Sum of the input's values per channel, over the micro-batches so far.
-
-    It has dtype float64, because the variance is a small difference of large sums."""
+    """Sum of the values per channel over the step so far, in float64: the variance is a difference of large sums."""
     squares: Tensor
     """Sum of the squares of the input's values per channel, in float64."""
     new: int = 0

@@ -34,12 +34,7 @@ def _wrapper(module: nn.Module, forward: Callable[..., Any], run: Callable[..., 
 
 
 def restore_forward(module: nn.Module, forward: Any) -> None:
-    """Restore the `forward` of `module` after a replacement.
-
-    Args:
-        module: The module.
-        forward: Former `forward` in the module's `__dict__`; None if there was none.
-    """
+    """Restore the former `forward` in the `__dict__` of `module`; None if there was none."""
     if forward is None:
         module.__dict__.pop("forward", None)
     else:

@@ -98,10 +98,10 @@ def attribute_states(first: Recording, second: SecondForward) -> list[CarriedSta
 
 
 def reused_tables(first: Recording, second: SecondForward) -> dict[AttributeKey, int]:
-    """Return the attributes in which a module caches both a table and a number, such as a mask and its length.
+    """Return the attributes of modules that cache a table and a number, such as a mask and its length.
 
-    The first forward sets these attributes, and the second forward reads them. A table is a tensor that depends on no
-    parameter, floating-point input or random number.
+    The first forward sets these attributes, and the second does not set them again. A table is a tensor that depends on
+    no parameter, floating-point input or random number.
 
     Returns:
         For each attribute, the position in `first` where the call that sets the attribute ends.

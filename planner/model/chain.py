@@ -35,10 +35,7 @@ from planner.model.stage import ModelStage, module_at_path
 
 @dataclass(frozen=True)
 class Layer:
-    """Layer of the chain, named after its largest module.
-
-    The name is the module's path. A second layer with the same name gets the suffix `#2`.
-    """
+    """Layer of the chain, named by the path of its largest module; a second layer of this name has the suffix `#2`."""
 
     name: str
     module: nn.Module
@@ -201,9 +198,9 @@ def shared_parameters(layers: Sequence[Layer]) -> list[list[tuple[int, str]]]:
 
 
 def tied_parameters(layers: Sequence[Layer]) -> dict[str, tuple[str, ...]]:
-    """Return a dict from the name of each tied parameter to its names in other layers.
+    """Return the names that each tied parameter has in other layers, by its name.
 
-    If a name in another layer does not begin with that layer's name, the tuple contains the layer's name instead.
+    The name of such a layer replaces a parameter name that does not begin with it.
     """
     tied: dict[str, tuple[str, ...]] = {}
     for owners in shared_parameters(layers):

@@ -33,17 +33,13 @@ from planner.model.repeated_code import RepeatedCode
 from planner.model.sent_results import SentResultFinder
 
 _NEAR = 1.1
-"""Largest number of bytes across a cut that is kept, relative to the smallest number across a nearby cut."""
+"""Largest ratio of the bytes across a chosen cut to the bytes across nearby cuts."""
 
 _WIDEST = 3.0
-"""Largest number of bytes across a cut that `fine` adds within a layer, relative to the bytes across the layer's ends.
-
-If different numbers of bytes cross the two ends of the layer, the larger number counts."""
+"""Largest ratio of the bytes across a cut within a layer (`fine`) to the bytes across the layer's wider end."""
 
 _Life = tuple[int, int, int, list[int]]
-"""Version of a storage: (number, position of its creation, position of its last use, positions of all its uses).
-
-Positions are in the recording."""
+"""Version of a storage: number, position of creation, position of the last use, and positions of all uses."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +49,7 @@ class CutCrossing:
     values: tuple[int, ...]
     """Indices of the tensors in `Recording.values`."""
     model_tensors: frozenset[str]
-    """Names of the parameters and buffers that the next stage needs for code before the cut.
-
-    The next stage runs this code a second time if the cut divides the forward of a module."""
+    """Names of the parameters and buffers that the next stage needs for code that runs again after the cut."""
     problem: str | None
     """Reason why the model cannot be cut here; None if it can."""
     has_effect: bool
@@ -91,7 +85,7 @@ class PossibleCuts:
         self._last_trained = max(trained, default=0)
         self._states = {state.storage: state.name for state in recording.states}
         self.num_tried = 0
-        """Number of calls, of blocks or of modules outside blocks, after which `choose` tried to cut."""
+        """Number of calls after which `choose` tried to cut: calls of blocks, and of modules outside blocks."""
 
     def crossing(self, cut: int, *, used_before: int = END + 1, with_unread: bool = False) -> CutCrossing:
         """Return the tensors that cross `cut`, because later code uses them.
@@ -146,10 +140,7 @@ class PossibleCuts:
         )
 
     def count_operands_and_results(self, cut: int) -> tuple[int, int]:
-        """Return the costs of code that runs before the cut and again after the cut.
-
-        The costs are two counts: tensors that are sent only for this code, and results that it computes a second time.
-        """
+        """Return two counts: tensors sent only for code that runs again after the cut, and results of this code."""
         flow = self.recording.flow.nodes
         read_after = {flow[v]["storage"] for v, _, last, _ in self._lives if last >= cut}
         crossing = {self.recording.values[value][0] for value in self.crossing(cut).values}

@@ -19,11 +19,7 @@ _HINT = "define `loss_fn(output, target)` that returns the one to train"
 
 
 class DefaultLoss:
-    """Loss function for a file without `loss_fn`: returns the output's `.loss`, its only scalar, or its mean.
-
-    Args:
-        path: Path of the user's file, for messages.
-    """
+    """Loss for the user's file `path` without `loss_fn`: the output's `.loss`, its only scalar, or its mean."""
 
     def __init__(self, path: str) -> None:
         self._path = path

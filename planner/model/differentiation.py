@@ -11,10 +11,7 @@ from planner.core.errors import ModelError
 
 
 class DifferentiatesError(BaseException):
-    """Signal that the forward or the loss calls `torch.autograd.grad`.
-
-    It is no `Exception`, so that the model's handlers do not catch it.
-    """
+    """Signal that `torch.autograd.grad` is called; no `Exception`, so that the model's handlers do not catch it."""
 
 
 @contextmanager

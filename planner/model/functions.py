@@ -17,9 +17,7 @@ FunctionCall = tuple[str, int]
 """Function call in a gap: the function's name, and the number of earlier calls of this function in the gap."""
 
 Interceptor = Callable[[FunctionCall, Callable[[], Any]], Any]
-"""Function that runs instead of a torch function and returns the result of the call.
-
-Its first argument identifies the call. Its second argument is a function without arguments that makes the call."""
+"""Function of (call, function that makes the call), which runs instead of a torch function and returns the result."""
 
 
 _READ_MEMORY = (Tensor.tolist, Tensor.numpy, Tensor.__array__)
@@ -37,12 +35,7 @@ class FunctionWatch(TorchFunctionMode):
         self._is_running = False
 
     def start_intercepting(self, run: Interceptor) -> None:
-        """Replace each following call of a torch function by a call of `run`.
-
-        Args:
-            run: Function that returns the result of the call. Its arguments are the `FunctionCall`, and a function
-                without arguments that makes the call.
-        """
+        """Replace each following call of a torch function by a call of `run`."""
         if self._run is not None:
             return  # A function that calls modules is running. Torch removed the mode and restores it after the call.
         self._run = run

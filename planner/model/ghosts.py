@@ -141,9 +141,7 @@ class AbsentGhost(Ghost):
 def check_present(tensors: Iterable[Any], where: str) -> None:
     """Raise a `ModelError` if a tensor has no values, because it depends on a tensor that only another stage has.
 
-    Args:
-        tensors: Tensors to check; other values are ignored.
-        where: Name of the tensors in the message.
+    `where` names the tensors in the message. Values that are no tensors are ignored.
     """
     for tensor in tensors:
         if isinstance(tensor, AbsentGhost):

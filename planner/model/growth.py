@@ -41,11 +41,8 @@ def shape_at(pair: ShapePair, size: int) -> tuple[int, ...]:
 def candidates_in_both_recordings(recording: Recording, other: Recording) -> dict[FunctionResult, ShapePair]:
     """Return the function results that may be sent across cuts, each with its shapes in both batches.
 
-    A result is left out if it occurs in one recording only, or if its shape depends on the data.
-
-    Args:
-        recording: Forward of a batch of `SIZES[0]` samples.
-        other: Forward of a batch of `SIZES[1]` samples.
+    The batches have `SIZES[0]` and `SIZES[1]` samples. A result is left out if it occurs in one recording only, or if
+    its shape depends on the data.
     """
     other_shapes = {place: other.values[candidate.value][1].shape for place, candidate in _candidates_by_place(other)}
     pairs = {}

@@ -12,12 +12,7 @@ from torch import Tensor
 
 
 def meta_tensor_like(tensor: Tensor, shape: Sequence[int] | None = None) -> Tensor:
-    """Return a meta tensor with the dtype and memory layout of `tensor`.
-
-    Args:
-        tensor: Tensor to imitate.
-        shape: Shape of the result; by default that of `tensor`.
-    """
+    """Return a meta tensor with the dtype and memory layout of `tensor`, and with `shape` (default: the tensor's)."""
     return torch.empty_permuted(
         tensor.shape if shape is None else tuple(shape),
         _order(tensor),

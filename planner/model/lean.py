@@ -63,9 +63,9 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
 def _without_parameters() -> Iterator[None]:
     register = nn.Module.register_parameter
     at_place: dict[tuple[object, ...], Tensor] = {}
-    """Meta tensors, by storage, offset, stride and shape of the original parameters.
+    """Meta tensors, by weak reference to the storage, offset, stride and shape of the original parameters.
 
-    A weak reference to a storage lets its data be freed, but prevents reuse of its address."""
+    The weak reference lets the data be freed, but prevents reuse of the storage's address."""
 
     def register_empty(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         register(module, name, parameter)

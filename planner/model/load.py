@@ -80,8 +80,7 @@ class LoadedModel:
     uncut: tuple[str, ...] = ()
     """Names of layers that no stage may end with; see `planner.core.values.profile.Model.uncut`."""
     precision: Precision = ""
-    """Precision in which the model runs. The model that `build` returns still has to be converted
-    (`planner.model.precision`)."""
+    """Precision in which the model runs, after the result of `build` is converted (`planner.model.precision`)."""
     default_loss: DefaultLoss | None = None
     """Chooser of the loss, used as `loss_fn`; None if the file defines `loss_fn`."""
     is_without_values: bool = False

@@ -43,8 +43,7 @@ def move_attribute_tensors(module: nn.Module, move: Callable[[Tensor], Tensor]) 
 def replace_tensors(module: nn.Module, other: Callable[[Tensor], Tensor]) -> list[_Change]:
     """Replace every parameter and buffer by `other(tensor)`, also in plain attributes; tied tensors stay tied.
 
-    Returns:
-        For each changed plain attribute: the module's attribute dict, the attribute's name and its former value.
+    Return the changes of plain attributes.
     """
     # The old tensors are kept as well, because the id of a freed tensor could be reused.
     replacements: dict[int, tuple[Tensor, Tensor]] = {}
@@ -102,11 +101,7 @@ def copy_attributes(parameter: Tensor, other: Tensor) -> None:
 
 
 def replace_attribute_tensors(module: nn.Module, other: Callable[[Tensor], Tensor]) -> list[_Change]:
-    """Replace all tensors in plain attributes, and in their lists and dicts, by `other(tensor)`.
-
-    Returns:
-        For each changed attribute: the module's attribute dict, the attribute's name and its former value.
-    """
+    """Replace all tensors in plain attributes, and in their lists and dicts, by `other(tensor)`. Return the changes."""
     changed: list[_Change] = []
     for part in module.modules():
         for name, value in list(_attributes(part)):

@@ -32,7 +32,7 @@ _STEPS = (
 # also finds a clip by the largest gradient of all parameters.
 
 _REPETITIONS = 20
-"""Number of repetitions of the steps `_STEPS` for optimizers that are not from torch. A clip may begin late."""
+"""Number of repetitions of `_STEPS` for optimizers that are not from torch, which may begin to clip late."""
 
 _NOT_FINITE = ((1.0, 1.0), (1.0, math.inf))
 """Factors that make one half of the gradients infinite. An optimizer must not skip parameters of the other half."""
@@ -90,7 +90,7 @@ def check_optimizer(build: OptimizerBuilder, parameters: Iterable[Tensor], devic
 def optimizer_step_check(
     optimizer: torch.optim.Optimizer, build: OptimizerBuilder, parameters: Iterable[Tensor]
 ) -> Callable[[], None] | None:
-    """Return a function that repeats `check_optimizer` before a step of a run; None for an optimizer of torch.
+    """Return a function that continues `check_optimizer` before each step of a run; None for an optimizer of torch.
 
     The function raises a `ModelError` if an update depends on other parameters or on random numbers.
 
@@ -218,7 +218,7 @@ class _SmallParameters:
             group.update(_numbers(other))
 
     def step(self, step: int, scales: tuple[float, float]) -> dict[int, list[Tensor]]:
-        """Make a step. Return each parameter's new values, gradient, state and options, by index in `sample`.
+        """Make a step. Return each parameter's new values, gradient, state and options, by the parameter's index.
 
         `scales` are factors of the gradients of parameters with even and with odd indices.
         """

@@ -22,11 +22,7 @@ OPTIMIZERS: dict[str, OptimizerBuilder] = {
 
 
 def optimizer_builder(user_builder: Callable[..., Any] | None, name: str) -> tuple[OptimizerBuilder, str]:
-    """Return a function that builds the optimizer, and a name: `build_optimizer` for `user_builder`, else `name`.
-
-    Args:
-        user_builder: Function of the user that builds the optimizer; None if there is none.
-        name: Name in `OPTIMIZERS`, used if `user_builder` is None.
+    """Return `user_builder`, named `build_optimizer`; if it is None, the builder `name` of `OPTIMIZERS` and `name`.
 
     Raises:
         UsageError: There is no optimizer of that name.

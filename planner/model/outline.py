@@ -44,9 +44,7 @@ from planner.model.spans import (
 )
 
 _MANY_PARTS = 2
-"""Smallest number of avoidable tensors for which the user gets a note.
-
-It is the number of tensors sent across a boundary only for repeated code, minus the number of results of that code."""
+"""Number of tensors sent only for repeated code, minus the number of its results, from which the user gets a note."""
 
 _MANY_PREVENTED = 0.25
 """Smallest share of prevented cuts, among tried cuts, for which the user gets a note."""
@@ -80,8 +78,7 @@ class ModelOutline:
     aliases: tuple[bool, ...]
     """True for each layer that sends a tensor in the same memory as a received one."""
     repeated_code_counts: tuple[tuple[int, int], ...]
-    """For each cut, the number of tensors that are sent only for code that runs again after the cut, and the number of
-    results that this code computes again."""
+    """For each cut: number of tensors that are sent only for repeated code, and number of results of this code."""
     note_on_missing_cuts: str
     """Note that many cuts are not possible, with a reason; empty if nearly all useful cuts are possible."""
     sent_results: tuple[FunctionResult, ...]

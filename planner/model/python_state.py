@@ -51,17 +51,17 @@ TENSOR = ".tensor"
 """Suffix of a number's name, if the number is the sum of the absolute values of a tensor."""
 
 TENSORS = ".tensors"
-"""Suffix of a number's name, if the number is the count of tensors in a container, such as a memory of features."""
+"""Suffix of a number's name, if the number is the count of tensors in a container."""
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 _DEEPEST = 6
-"""Nesting depth up to which the search for numbers continues."""
+"""Nesting depth up to which attributes and containers are searched for numbers."""
 
 _MOST_ITEMS = 64
-"""Number of items of a container in which the search for numbers continues."""
+"""Number of items of a container that are searched for numbers."""
 
 _MOST_BYTES = 2**20
 """Size in bytes up to which arrays and texts count as state; larger ones count as data."""
@@ -117,12 +117,7 @@ def numbers_in_user_files(model: nn.Module, loss_fn: Callable[..., Any]) -> dict
 
 
 def without_leftover_tensors(numbers: Mapping[str, float], kept: Container[str]) -> dict[str, float]:
-    """Return `numbers` without counts of tensors (`PATH.tensors`), and without sums (`PATH.tensor`) of other tensors.
-
-    Args:
-        numbers: Numbers by name.
-        kept: Names of the sums that are kept.
-    """
+    """Return `numbers` without sums (`PATH.tensor`) and counts (`PATH.tensors`) of tensors, except names in `kept`."""
     # A tensor that did not exist before the first forward may be a result that a forward left behind.
     return {name: number for name, number in numbers.items() if not name.endswith((TENSOR, TENSORS)) or name in kept}
 
@@ -182,7 +177,7 @@ def _number_of(value: Any) -> float | None:
 
 
 _SEEDED_PER_LAYER = (random._inst, np.random.mtrand._rand, torch.default_generator)
-"""Default generators, which stages seed for every layer. `from random import randrange` imports a method of one."""
+"""Default generators: no state, because stages seed them for every layer (`random.randrange` is a method of one)."""
 
 _STATES: Mapping[Any, Callable[[Any], bytes]] = {
     str: lambda text: text[:_MOST_BYTES].encode(),

@@ -141,21 +141,19 @@ class Recording:
     - `created`: position of creation
     - `uses`: positions of all uses"""
     values: list[tuple[int, TensorMeta]] = field(default_factory=list)
-    """Tensors that may cross a cut: inputs, results of calls, and `candidates`. Each is a pair of the number of its
-    storage and its `TensorMeta`."""
+    """Tensors that may cross a cut: inputs, results of calls, and `candidates`; each with the number of its storage."""
     exposures: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
-    """For each storage, the tensors in it that are inputs of the model or results of calls.
+    """For each storage, its tensors that are inputs of the model or results of calls.
 
     Each tensor is a pair: its index in `values`, and the number of the call that returned it (-1 for an input).
-    Tensors that a call sets as attributes are included. Results within autograd functions are left out.
-    """
+    Tensors that a call sets as attributes are included. Results within autograd functions are left out."""
     inputs: tuple[Leaf, ...] = ()
     input_nest: Nest = field(default_factory=Nest)
     decisions: list[int] = field(default_factory=list)
-    """Numbers of operators whose operands a stage needs when it repeats the operators, even if it reads no result.
+    """Numbers of operators that stages repeat, and need the operands of, even if no code reads the results.
 
-    Such an operator determines control flow or shapes (`RecordedOperator.decides`), or it writes into an integer tensor
-    that every stage can compute."""
+    They determine control flow or shapes (`RecordedOperator.decides`), or write into an integer tensor that every stage
+    can compute."""
     reads: list[tuple[int, ...]] = field(default_factory=list)
     """For each operator, the numbers of the storage versions that it reads."""
     regions: list[Region] = field(default_factory=list)
@@ -170,7 +168,7 @@ class Recording:
     states: tuple[CarriedState, ...] = ()
     """Tensors that the model keeps from one forward to the next."""
     reused_tables: dict[tuple[str, tuple[Any, ...]], int] = field(default_factory=dict)
-    """Attributes in which modules cache a table, such as a mask, or a number, such as the mask's length.
+    """Attributes of modules that cache a table and a number, such as a mask and its length.
 
     The value is the position where the call that sets the attribute ends."""
     draws_on_host: bool = False

@@ -72,7 +72,7 @@ class LayerStart:
     call: int
     """1 for the first call of the module `path` in a forward, 2 for its second call, and so on."""
     at_end: bool
-    """True if the layer starts when the call ends; False if the layer starts when the call begins."""
+    """True if the layer starts at the end of the call, False if at its begin."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,16 +86,13 @@ class ReferenceOptions:
     starts: tuple[LayerStart | None, ...]
     """Start of each layer except the first; None if the model calls no module after the start."""
     late_steps: int = 0
-    """Largest number of additional (late) steps after the first `steps`.
-
-    No late step begins after `_LATE_S` seconds of CPU time."""
+    """Largest number of additional (late) steps, which begin within `_LATE_S` seconds of CPU time after the others."""
     updates: bool = True
     """True to update parameters with the optimizer; False to compute only the gradients of one step."""
     skipped: tuple[SkippedModule, ...] = ()
     """Modules that return their input, to shorten the model."""
     lean: bool = False
-    """True to build the model without the user's initial values. Layers that are not skipped get random values. Skipped
-    layers take no memory."""
+    """True to build the model with random values in place of the user's. Skipped layers then take no memory."""
 
 
 def train_reference(

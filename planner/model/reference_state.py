@@ -1,7 +1,4 @@
-"""State of the reference training loop, saved to files for the equivalence check.
-
-The check compares this state with the state of the stages.
-"""
+"""State of the reference training loop, saved to files: the equivalence check compares it with that of the stages."""
 
 import time
 from collections.abc import Mapping
@@ -38,7 +35,7 @@ class ReferenceState:
     tensors: Mapping[str, Tensor | None]
     """Tensors by kind and name, such as `gradient:head.weight`; None for a missing gradient."""
     numbers: Mapping[str, float]
-    """Python numbers in attributes of the model's modules and in variables of the user's files."""
+    """Python numbers in attributes and hooks of the model's modules, and in variables of the user's files."""
     groups: Mapping[str, Mapping[str, float]]
     """For each parameter, the numeric options of its group in the optimizer."""
     largest_gradient: float = 0.0
@@ -109,14 +106,7 @@ def largest_magnitude(tensor: Tensor) -> float:
 
 
 def initial_state(loaded: LoadedModel, model: nn.Module) -> ReferenceState:
-    """Return the state before the first step: parameters, buffers and Python numbers.
-
-    The numbers are in attributes of the modules and in variables of the user's files.
-
-    Args:
-        loaded: Loaded model file, for its loss function.
-        model: Instance that is trained.
-    """
+    """Return the state of `model` before the first step: parameters, buffers and Python numbers."""
     tensors = {f"parameter:{name}": p for name, p in model.named_parameters(remove_duplicate=False)}
     return ReferenceState(loss=0.0, tensors={**tensors, **_buffers(model)}, numbers=_numbers(loaded, model), groups={})
 
@@ -125,8 +115,6 @@ def state_after_backward(
     loaded: LoadedModel, model: nn.Module, loss: float, backward: BackwardEffects
 ) -> ReferenceState:
     """Return the state after a backward: gradients, buffers and Python numbers.
-
-    The numbers are in attributes of the modules and in variables of the user's files.
 
     Args:
         loaded: Loaded model file, for its loss function.

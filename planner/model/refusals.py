@@ -28,7 +28,7 @@ STAGE_HINT = (
     "the whole model runs, but not when it begins at this layer: let modules return what later code reads, instead of "
     "keeping it in hooks, closures or global variables, or use a larger `--proof-budget` to find and exclude such cuts"
 )
-"""Hint for an error of a stage of a model that has run as a whole."""
+"""Hint for an error of a stage, if the whole model runs without errors."""
 
 _HOOK = "cannot register a hook on a tensor that doesn't require gradient"
 
@@ -79,7 +79,7 @@ def control_flow_error(deviation: str) -> ModelError:
 
 
 def sparse_gradient_error(where: str) -> ModelError:
-    """Return the error for sparse gradients of the layer named `where`."""
+    """Return the error for a layer with sparse gradients; `where` describes the layer."""
     return ModelError(f"{where} makes sparse gradients, which are not supported", hint="build it with `sparse=False`")
 
 

@@ -53,8 +53,7 @@ class RegionFinder:
     """Finder of checkpoints and autograd functions in Python's stack frames.
 
     Args:
-        run: Code object of the recorder's function that runs a module. A frame with this code marks the begin of the
-            module's own frames.
+        run: Code object of the recorder's function that runs a module. Frames are searched up to this function.
         regions: List to which new regions are appended.
     """
 
@@ -66,9 +65,7 @@ class RegionFinder:
     def regions_around(self, frame: FrameType | None, time: int) -> tuple[int, ...]:
         """Return the indices of the regions in which the code of a stack frame runs, the outermost first.
 
-        Args:
-            frame: The stack frame.
-            time: Current position in the recording. It becomes the end of the returned regions.
+        The regions then end at `time`, the current position in the recording.
         """
         self._levels[-1] = self._regions_in_frames(frame, time)
         around = tuple(number for level in self._levels for _, number in level)

@@ -1,7 +1,7 @@
 """Find the code that runs before a cut and again after the cut.
 
-If a cut divides a call, the stage after the cut runs the code of the call again from its start. A constant call runs
-again together with its caller. Its result depends on no parameter, floating-point input or random number.
+If a cut divides a call, the stage after the cut runs the code of the call again from its start. A constant call, which
+depends on no parameter, floating-point input or random number, runs again together with its caller.
 
     call 0           |---------------------------------------|
     call 1             |-------|                                   finished before both cuts: not run again
@@ -36,10 +36,9 @@ class RepeatedCode:
         return is_over and cut <= self._exit_of(self._runner_of[maker.parent])
 
     def exposed_tensors(self, storage: int, cut: int) -> set[int]:
-        """Return the tensors in `storage` that repeated code gets as inputs of the model or as results of other calls.
+        """Return the tensors in `storage` that repeated code gets: model inputs and results of calls that ended before.
 
-        Repeated code runs before the cut and again after the cut. The other calls end before the cut. Tensors are given
-        by their index in `Recording.values`.
+        Tensors are given by their index in `Recording.values`.
         """
         exposures = self._recording.exposures.get(storage, ())
         return {value for value, call in exposures if self.exposes_results(call, cut)}

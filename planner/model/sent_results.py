@@ -60,10 +60,7 @@ class SentResultFinder:
         )
 
     def _fills_new_tensor(self, candidate: FunctionResult) -> bool:
-        """Return True if the function fills a tensor that was created without reading other tensors.
-
-        An example is `torch.empty(3).normal_()`. The function must be the last one that writes the tensor.
-        """
+        """Return True if the function is the last to write a tensor made from no other: `torch.empty(3).normal_()`."""
         *earlier, last = self._versions[self._flow[candidate.version]["storage"]]
         makers = [self._flow[version]["operator"] for version in earlier]
         return last == candidate.version and all(n >= 0 and not self._recording.reads[n] for n in makers)
@@ -101,7 +98,7 @@ class SentResultFinder:
                 yield version
 
     def _is_over(self, version: int, operator: int, cut: int) -> bool:
-        """Return True if, apart from `operator`, only finished calls read the version or what is computed from it."""
+        """Return True if no code after `cut` needs the version, except to run `operator` again."""
         times, seen = list(self._flow[version]["uses"]), {operator}
         while times:
             time = times.pop()

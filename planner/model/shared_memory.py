@@ -30,10 +30,7 @@ class _MemorySpan(NamedTuple):
 
 
 def check_separate_memory(layers: Sequence[Layer]) -> None:
-    """Raise a `ModelError` if a trained parameter shares memory with another tensor of another layer.
-
-    A parameter that several layers use is allowed.
-    """
+    """Raise a `ModelError` if a trained parameter shares memory with a different tensor of another layer."""
     by_storage: dict[int, list[_MemorySpan]] = {}
     for span in _spans(layers):
         by_storage.setdefault(storage_key(span.tensor), []).append(span)

@@ -58,8 +58,7 @@ class _DeferredUse:
 
     operator: WeightOperator
     operands: Operands
-    """Operands of the call. Weight and bias are parameters or autocast's copies of them; bias is None if not trained.
-    """
+    """Operands of the call. Weight and bias may be autocast's copies of parameters; bias is None if not trained."""
     leaves: tuple[nn.Parameter, ...]
     """Parameters that receive the gradients of weight and bias."""
     gradient: Tensor
@@ -346,7 +345,7 @@ def _replayed(ctx: Any, gradient: Tensor, x: Tensor) -> tuple[Tensor | None, ...
 
 
 _PLAIN: Final = frozenset((Tensor, nn.Parameter, Ghost))
-"""Types of operands for which weight gradients can be deferred. No gradient of an `AbsentGhost` is used."""
+"""Types of operands for which weight gradients can be deferred; not `AbsentGhost`, whose gradients are not used."""
 
 
 def _is_parameter(weight: Any) -> bool:
@@ -372,7 +371,7 @@ def _not_intercepted(function: Any) -> Any:
 
 
 _BACKWARDS: Final = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
-"""Functions that run a backward. Checkpoints recomputed in it must save the same tensors as in the forward."""
+"""Functions that run a backward, in which a recomputed checkpoint must save the same tensors as in the forward."""
 _SEEN_THROUGH: Final = {
     function: _not_intercepted(function)
     for function in (functional.embedding, functional.multi_head_attention_forward, *_BACKWARDS)

@@ -23,9 +23,8 @@ from planner.model.stage_part import StagePart
 class ModelStage(nn.Module):
     """Part of `model` that runs its layers `first` to `end - 1`; parameters and buffers keep their names.
 
-    The first stage takes the model's inputs. Every other stage takes the tuple of tensors that the previous stage
-    returns. The last stage returns the model's output, in which outputs that the loss does not read may be replaced by
-    stand-ins.
+    The first stage takes the model's inputs, and every other stage the tuple of tensors that the previous one returns.
+    The last stage returns the model's output, with stand-ins for some outputs that the loss does not read.
     """
 
     def __init__(self, outline: ModelOutline, model: nn.Module, first: int, end: int) -> None:
@@ -39,10 +38,7 @@ class ModelStage(nn.Module):
         return StageForward(self._part, received).result()
 
     def register_tensors_in(self, root: nn.Module) -> None:
-        """Register the stage's parameters and buffers in `root`, under their names in the model.
-
-        Buffers that forwards replace by other tensors (`replaced_buffers`) are left out.
-        """
+        """Register the stage's parameters and buffers in `root` under their names, except the `replaced_buffers`."""
         for name in self._part.model_tensors:
             if name in self._part.replaced:  # registering it would keep the first tensor in memory
                 continue
@@ -75,10 +71,7 @@ class ModelStage(nn.Module):
         self._part.call_at_layers(listener)
 
     def keep_state(self) -> None:
-        """Let forwards keep the attribute changes that later forwards read.
-
-        Without this call, each forward undoes these changes when it ends.
-        """
+        """Let forwards keep the attribute changes that later forwards read, instead of undoing them at the end."""
         part = self._part
         part.leftovers = [change for change in part.leftovers if attribute_key(change) not in part.kept]
 

@@ -44,10 +44,7 @@ from planner.model.stand_ins import StandInFactory
 
 
 class _Finished(BaseException):
-    """Signal that the stage's last module has run.
-
-    It is no `Exception`, so that the model's own handlers do not catch it.
-    """
+    """Signal that the stage's last module has run; no `Exception`, so that the model's handlers do not catch it."""
 
 
 class StageForward:

@@ -9,7 +9,7 @@ from planner.model.outline import ModelOutline
 from planner.model.recording import END, FunctionResult
 
 _ResultsInGap = dict[FunctionCall, FunctionResult]
-"""Sent results that a module's own code computes between two submodule calls, by function call."""
+"""Sent results in one gap between submodule calls, by the function call that computes them."""
 
 
 class StagePart:
@@ -31,13 +31,9 @@ class StagePart:
         self.model_tensors = sorted({name for layer in outline.model_tensors[first:end] for name in layer})
         repeated = outline.repeated_model_tensors[first - 1] if first else frozenset[str]()
         self.repeated = sorted(repeated.intersection(self.model_tensors))
-        """Names of the stage's parameters and buffers that are also read by code before the stage's first layer.
-
-        The stage runs this code a second time, because a module's forward continues in the stage."""
+        """Names of the stage's parameters and buffers that repeated code reads (`planner.model.repeated_code`)."""
         self.absent = sorted(repeated.difference(self.model_tensors))
-        """Names of other stages' parameters and buffers that are read by code before this stage's first layer.
-
-        This stage runs the code a second time, with stand-ins for these parameters and buffers."""
+        """Names of other stages' parameters and buffers that repeated code reads, and that stand-ins replace here."""
         self.overwritten = outline.overwritten[first - 1] if first else frozenset()
         calls = outline.recording.calls
         self.leftovers = [
@@ -46,9 +42,7 @@ class StagePart:
             for c in call.changes
             if c.contains_tensor or (call.exit < self.begin and not call.constant)
         ]
-        """Attribute changes to undo after a forward.
-
-        They contain tensors, or were made by a call that ends before the stage and does not run in it."""
+        """Attribute changes to undo after a forward: those with tensors, and those of earlier calls that do not run."""
         states = [state for state in outline.recording.states if self.begin <= state.first < self.stop]
         self.replaced = [state.name for state in states if state.is_replaced and state.name in self.model_tensors]
         """Buffers that the stage's forwards replace by other tensors."""
@@ -83,9 +77,7 @@ class StagePart:
         calls = self.outline.recording.calls
         crossing = {*self.received, *self.sent}
         self.sent_results: dict[tuple[int, int], _ResultsInGap] = {}
-        """Sent results of each gap between submodule calls.
-
-        Keys are pairs: number of the call that contains the gap, and number of submodule calls before the gap."""
+        """Sent results of each gap, by the number of its call and the number of submodule calls before the gap."""
         for result in self.outline.sent_results:
             if result.value in crossing or result.exit + 1 in times:
                 self.sent_results.setdefault((result.call, result.gap), {})[result.called] = result
@@ -95,4 +87,4 @@ class StagePart:
             for number in sorted(self.open)
             for child in calls[number].children
         }
-        """For each call whose caller is followed, the module that is called."""
+        """Called module of each call that a call in `open` makes."""

@@ -43,12 +43,12 @@ class StatefulModule:
     elsewhere: frozenset[str] = frozenset()
     """Names of the module's tensors that belong to other layers."""
     tensors: tuple[str, ...] = ()
-    """Names of plain attributes that are initially a tensor or None."""
+    """Names of plain attributes with a tensor, or with None, which may become a tensor."""
     numbers: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, path: str, module: nn.Module, elsewhere: frozenset[str] = frozenset()) -> "StatefulModule":
-        """Return `module` with the names of its state. Attributes that are None count, because they may become tensors.
+        """Return `module` with the names of its state.
 
         Args:
             path: Path of the module.
@@ -74,10 +74,7 @@ class StatefulModule:
 
 
 def stateful_modules(layers: Iterable[tuple[str, nn.Module]]) -> list[StatefulModule]:
-    """Return the modules that own the state of `layers`, each module once.
-
-    Layers are pairs of a name and a module.
-    """
+    """Return the modules that own the state of `layers` (pairs of a name and a module), each module once."""
     by_module: dict[nn.Module, StatefulModule] = {}
     for name, layer in layers:
         for owner in _owners(name, layer):

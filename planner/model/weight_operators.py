@@ -121,8 +121,7 @@ class Embedding:
 
 
 WeightOperator = Product | Convolution | Embedding
-"""Operator that is linear in its input and in its weight. Its `weight_gradients` reads only shape and layout of weight
-and bias."""
+"""Operator that is linear in its input and in its weight. Its `weight_gradients` reads no values of weight and bias."""
 
 
 class WeightOperatorCall(NamedTuple):
