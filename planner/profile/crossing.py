@@ -44,7 +44,7 @@ class LayerOutputs:
         self._shapes = {n: (output.new_empty(0), output.shape) for n, output in enumerate(outputs) if _carries(output)}
         carrying = [outputs[n] for n in self._shapes]
         self.end: Tensor | None = _End.apply(self._gradients, *carrying) if carrying else None  # type: ignore[no-untyped-call]
-        """Scalar whose backward is that of all outputs; None if no output requires a gradient."""
+        """Scalar from which `backward` reaches all outputs; None if no output requires a gradient."""
 
     def create_gradients(self, next_inputs: LayerInputs | None) -> None:
         """Create the gradients of the outputs, filled with ones, unless they exist.
@@ -92,10 +92,7 @@ def make_layer_inputs(
 
 
 def _copy_input(value: Any, output: Any, own_storages: frozenset[int]) -> Any:
-    """Return a copy of a traced input, if possible in the memory of `output`, an output of the previous layer.
-
-    Storages in `own_storages` are not overwritten.
-    """
+    """Return a copy of a traced input, if possible in the memory of `output`, an output of the previous layer."""
     if not isinstance(value, Tensor):
         return value
     # An output without a gradient may be a table that the model keeps, so its memory is not overwritten.

@@ -21,8 +21,7 @@ from planner.profile.units import LayerToMeasure, MeasurementInput
 def parameters_without_gradients(task: ProfilingTask, records: LayerRecords) -> dict[str, frozenset[str]]:
     """Return the names of trained parameters that never get a gradient, by digest of the layer.
 
-    Layers with equal operators have the same digest; the names are those in the first of these layers. Parameters that
-    several layers share are left out.
+    The names are those in the first layer with the digest. Parameters that several layers share are left out.
     """
     idle = {
         digest: _without_gradient(unit, records.inputs[digest, records.sizes[0]])
@@ -38,10 +37,7 @@ def parameters_without_gradients(task: ProfilingTask, records: LayerRecords) -> 
 
 
 def parameters_with_gradients(records: LayerRecords, idle: Mapping[str, Collection[str]]) -> list[list[nn.Parameter]]:
-    """Return the trained parameters of every layer that get gradients.
-
-    `idle` is the result of `parameters_without_gradients`.
-    """
+    """Return the trained parameters of every layer except `idle`, the result of `parameters_without_gradients`."""
     return [
         trained_parameters(unit.module, records.names_in(n, idle[unit.digest])) for n, unit in enumerate(records.units)
     ]

@@ -17,7 +17,7 @@ from planner.profile.units import LayerKey
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredCosts:
-    """Measurements of layers, by digest of their operators. Layers with equal digests are measured only once."""
+    """Measurements of layers, most of them by digest, because layers with equal operators share them."""
 
     records: LayerRecords
     casts_bytes: Mapping[str, int]
@@ -27,7 +27,7 @@ class MeasuredCosts:
     idle: Mapping[str, Collection[str]]
     """For each layer digest, names of parameters that never get a gradient (`parameters_without_gradients`)."""
     optimizer: Sequence[OptimizerCost]
-    """Cost of the optimizer for each layer. Layers with equal digests may differ in this cost."""
+    """Cost of the optimizer for each layer; it may differ between layers with equal digests."""
     optimizer_boundary_peaks: Sequence[int]
     """For each layer, the temporary bytes while a parameter of the previous layer and one of this layer are updated."""
     flops: Mapping[str, int]
@@ -134,10 +134,7 @@ def _tied_groups(layers: Sequence[Layer], n: int, tied_bytes: int) -> tuple[Tied
 def _view_gradients(
     layers: Sequence[Layer], records: LayerRecords, tied: Mapping[str, tuple[str, ...]]
 ) -> dict[str, frozenset[str]]:
-    """Return the names of parameters whose gradient is a view of another tensor, by digest of the layer.
-
-    Digests of layers without shared parameters are left out.
-    """
+    """Return the result of `view_gradients` by digest, for layers with shared parameters."""
     shares = {unit.digest for unit, layer in zip(records.units, layers, strict=True) if _ties(layer, tied)[1]}
     return {
         digest: view_gradients(unit, records.inputs[digest, records.sizes[0]])

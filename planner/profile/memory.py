@@ -3,13 +3,12 @@
 `planner.core.cost.costs` does this computation. The measurement follows these rules:
 
 - A peak counts from the memory in use when the layer starts. The inputs already exist then.
-- Inputs are copies that are no leaves of the autograd graph, because autograd forbids layers to write into leaves.
+- Inputs are no leaves of the autograd graph, because autograd forbids layers to write into leaves.
 - Output gradients are created inside the backward, as within a stage. No other reference keeps them in memory.
 - Under autocast, micro-batches share copies of weights. These are counted separately (`measure_weight_casts`).
 - Backward is measured twice: without parameter gradients, so that it allocates them, and with gradients, to which it
 adds. Both measurements are repeated with outputs and their gradients in memory, as at the end of a stage.
-- To find out which inputs and outputs backward keeps, all other references to them are dropped. A storage that then
-still exists is kept.
+- An input or output counts as kept for backward if its storage exists after all other references are dropped.
 """
 
 from collections.abc import Sequence
@@ -104,14 +103,7 @@ def backward_root(outputs: Sequence[Any]) -> Tensor | None:
 
 
 def view_gradients(unit: LayerToMeasure, received: MeasurementInput) -> frozenset[str]:
-    """Return the names of parameters whose gradient is a view of another tensor.
-
-    The gradient of a linear layer's weight, for example, is the transposed view of a product.
-
-    Args:
-        unit: Layer to run.
-        received: Input of the layer.
-    """
+    """Return the names of parameters whose gradient is a view, such as the transposed product of a linear layer."""
     names: set[str] = set()
 
     def note(name: str, gradient: Tensor) -> None:
@@ -241,8 +233,10 @@ def _boundaries(
 
 
 def _relayed(unit: LayerToMeasure, received: MeasurementInput, sources: Sequence[int]) -> list[bool]:
-    """Return, for each output, True if the output is an unchanged input of the layer."""
-    # `sources[n]` is the index of the input with the same storage as output n, or a number that is no input's index.
+    """Return, for each output, True if it is an unchanged input.
+
+    `sources[n]` is the index of the input with the storage of output n, or a number that is no input's index.
+    """
     leaves = received.new_leaf_copies()
     inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if not any(source in range(len(inputs)) for source in sources):

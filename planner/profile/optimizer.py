@@ -16,7 +16,7 @@ from planner.model.optimizers import WholeModelOptimizer
 from planner.profile.units import LayerToMeasure
 
 _MOST_NUMBERS = 2**22
-"""Largest number of elements of a measured parameter. Of a larger parameter, a part is measured, to limit memory."""
+"""Number of elements of a parameter above which updates are measured on a part and scaled, to limit memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +106,7 @@ def trained_parameters(module: nn.Module, idle: Collection[str] = ()) -> list[nn
 
 
 def first_of_same_cost(units: Sequence[LayerToMeasure], whole: WholeModelOptimizer) -> list[int]:
-    """Return, for every layer, the index of the first layer whose update costs the same."""
+    """Return, for every layer, the index of the first layer with the same cost of an update."""
     # Updates of layers with equal operators may differ in cost, because optimizer groups may have different options.
     options = {id(p): group.cost_options for group in whole.groups() for p in group.parameters}
     first: dict[tuple[str | None, ...], int] = {}
@@ -119,9 +119,9 @@ def first_of_same_cost(units: Sequence[LayerToMeasure], whole: WholeModelOptimiz
 def optimizer_boundary_peaks(
     layers: Sequence[Sequence[Tensor]], whole: WholeModelOptimizer, *, device: torch.device, meter: MemoryMeter
 ) -> list[int]:
-    """Return the temporary bytes of an update of two parameters that are in consecutive layers.
+    """Return the temporary bytes while the optimizer updates a parameter of one layer and then one of the next layer.
 
-    An optimizer may release a temporary tensor of a parameter only during the update of the next parameter.
+    The optimizer may release a temporary tensor of the first parameter only during the second update.
 
     Args:
         layers: For each layer, the trained parameters that have gradients. Their values are not read.
@@ -130,8 +130,8 @@ def optimizer_boundary_peaks(
         meter: Meter of the device.
 
     Returns:
-        For each layer, the largest peak while the optimizer updates two parameters one after the other: one in the
-        previous layer and one in this layer. The peak is 0 if there are no such parameters, as for the first layer.
+        For each layer, the largest peak of a parameter of the previous layer and one of this layer; 0 if there are no
+        such updates, as for the first layer.
     """
     groups, peaks = whole.groups(), dict[tuple[object, ...], int]()
     places = {id(p): (g, n) for g, group in enumerate(groups) for n, p in enumerate(group.parameters)}

@@ -26,10 +26,7 @@ from planner.profile.units import LayerToMeasure, MeasurementInput
 
 @dataclass(frozen=True, kw_only=True)
 class UnsplitBackwardTimer:
-    """Timer of a layer's forward and whole (not split) backward.
-
-    The backward adds to existing gradients, as in all micro-batches except the first.
-    """
+    """Timer of a layer's forward and whole backward, which adds to gradients of earlier micro-batches."""
 
     clock: Clock
     statistics: BatchStatistics
@@ -57,7 +54,7 @@ class UnsplitBackwardTimer:
             return self.clock.time_us(run)
 
     def backward_us(self, unit: LayerToMeasure, end: Tensor) -> tuple[float, float]:
-        """Run the backward from `end`, and return 0 (for pass I) and its time in microseconds."""
+        """Run the backward from `end`. Return 0, for pass I, and the time of the backward in microseconds."""
         backward_us = self.clock.time_us(end.backward)
         if is_large(unit):  # two copies of the gradients may not fit in memory, so adding is timed separately
             gradients = [p.grad for p in unit.module.parameters() if p.grad is not None]
@@ -149,10 +146,8 @@ class _Turn:
 def time_once(timer: UnsplitBackwardTimer, unit: LayerToMeasure, received: MeasurementInput) -> tuple[float, float]:
     """Return the times of forward and backward of one micro-batch of one layer, in microseconds.
 
-    With a `SplitTimer`, the times are those of forward plus I, and of W.
-
     Args:
-        timer: Timer of the layer's passes; a `SplitTimer` splits the backward.
+        timer: Timer of the passes. With a `SplitTimer`, the times are those of forward plus I, and of W.
         unit: The layer.
         received: Input of the layer.
     """
@@ -171,10 +166,7 @@ def time_once(timer: UnsplitBackwardTimer, unit: LayerToMeasure, received: Measu
 def time_neighbors(
     timer: UnsplitBackwardTimer, layers: Sequence[tuple[LayerToMeasure, MeasurementInput]]
 ) -> list[tuple[float, float]]:
-    """Return the times of forward and backward of consecutive layers, in microseconds.
-
-    All forwards run first, then all backwards. With a `SplitTimer`, the times are those of forward plus I, and of W.
-    """
+    """Return times like those of `time_once` for consecutive layers: all forwards run first, then all backwards."""
     # When forward and backward of each layer were timed alternately, the forwards of a small U-Net took a fifth longer
     # than in the model, and the forwards of an MLP twice as long.
     turns = [_Turn(*layer) for layer in layers]
@@ -220,7 +212,7 @@ def _add(total: Tensor, gradient: Tensor) -> None:
 
 
 def is_large(unit: LayerToMeasure) -> bool:
-    """Return True if the layer's parameters are larger than the cache."""
+    """Return True if the parameters of one layer have more than `CACHE_BYTES`."""
     return unit.parameter_bytes > CACHE_BYTES
 
 

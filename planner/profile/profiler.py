@@ -29,7 +29,7 @@ from planner.profile.task import Measurements, ProfilerOptions, ProfilingTask, P
 
 
 class InterruptedProfileError(KeyboardInterrupt):
-    """Error that the user pressed Ctrl-C, with the measurements so far."""
+    """Interruption by Ctrl-C, with the measurements so far."""
 
     def __init__(self, partial: PartialProfile) -> None:
         super().__init__()
@@ -45,9 +45,7 @@ def profile_model(
     note: Callable[[str], None] = lambda _: None,
     earlier: PartialProfile | None = None,
 ) -> Profile:
-    """Return the profile of a model: the costs of every layer at every micro-batch size.
-
-    The model is not changed.
+    """Return the costs of every layer of a model at every micro-batch size. The model is not changed.
 
     Args:
         loaded: The model.
@@ -59,7 +57,7 @@ def profile_model(
 
     Raises:
         ModelError: The model cannot be built, cut, or run on its example batch.
-        UsageError: The device is unknown or not on this machine.
+        UsageError: The device is unknown, not on this machine, or does not support the model's precision.
         MeasurementError: Memory does not suffice.
         InterruptedProfileError: The user pressed Ctrl-C.
     """

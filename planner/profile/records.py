@@ -52,10 +52,7 @@ class MeasurementHooks:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerRecords:
-    """Traced layers, and their memory at every micro-batch size that fits on the device.
-
-    Layers with equal operators have the same digest. Only the first of them is measured.
-    """
+    """Traced layers, and their memory at every micro-batch size that fits on the device."""
 
     units: tuple[LayerToMeasure, ...]
     sizes: tuple[int, ...]
@@ -66,7 +63,7 @@ class LayerRecords:
 
     @cached_property
     def distinct(self) -> dict[str, LayerToMeasure]:
-        """Layers to measure, by digest of their operators: the first layer with each digest."""
+        """Layers to measure, by digest of their operators. Of layers with equal digests, only the first is measured."""
         return {unit.digest: unit for unit in reversed(self.units)}
 
     @property
@@ -79,12 +76,7 @@ class LayerRecords:
         return {digest: figure(unit, self.inputs[digest, self.sizes[0]]) for digest, unit in self.distinct.items()}
 
     def names_in(self, layer: int, names: Collection[str]) -> set[str]:
-        """Translate parameter names of a measured layer to the names in another layer with the same digest.
-
-        Args:
-            layer: Index of the other layer.
-            names: Names in the measured layer.
-        """
+        """Translate names of a measured layer's parameters to those of layer `layer`, which has the same digest."""
         unit = self.units[layer]
         first = self.distinct[unit.digest].module.named_parameters()
         pairs = zip(unit.module.named_parameters(), first, strict=True)

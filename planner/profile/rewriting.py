@@ -19,8 +19,7 @@ from planner.profile.units import LayerToMeasure, MeasurementInput
 def rewritten_bytes(unit: LayerToMeasure, received: MeasurementInput) -> int:
     """Return the bytes of a layer's state that every forward writes or replaces.
 
-    State is buffers, frozen parameters and tensors in attributes, without running statistics of batch normalization.
-    The layer must have run before. The input may have any micro-batch size.
+    The layer must have run before. Running statistics of batch normalization do not count.
     """
     # State that only one of two forwards writes does not count, nor do tables that only the first forward computes.
     once, again = _written(unit, received), _written(unit, received)

@@ -5,8 +5,8 @@ when I or W begins, which includes the inputs. During I, the next layer or the e
 memory. So three peaks of I are measured:
 
     kept in memory           case
-    nothing                  within a stage, as a rule
-    outputs                  within a stage, if the next layer keeps its input for its own W
+    nothing                  within a stage, if the next layer keeps no input for W
+    outputs                  within a stage, if the next layer keeps its input for W
     outputs and gradients    at the end of a stage, by the executor
 """
 
@@ -26,9 +26,7 @@ from planner.profile.memory import backward_root
 from planner.profile.units import LayerToMeasure, MeasurementInput
 
 _HeldElsewhere = Literal["nothing", "outputs", "gradients"]
-"""Tensors that the next layer or the executor keeps during I: `nothing`, `outputs` or `gradients`.
-
-`gradients` includes the outputs."""
+"""Tensors that the next layer or the executor keeps during I; `gradients` includes the outputs."""
 
 
 def measure_split_memory(unit: LayerToMeasure, received: MeasurementInput, meter: MemoryMeter) -> SplitMemory:

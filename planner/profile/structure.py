@@ -57,7 +57,7 @@ def _checked_chain(loaded: LoadedModel, model: nn.Module, device: torch.device |
 
 
 def model_changes(loaded: LoadedModel, profile: Profile) -> tuple[ModelChange, ...]:
-    """Return the differences between a model and its profile. This needs no GPU and no weights.
+    """Return the differences between a model and its profile, found on the CPU.
 
     Raises:
         ModelError: The model cannot be built, cut, or run on its example batch.

@@ -28,12 +28,11 @@ class ProfilerOptions:
     """Time in seconds after which no further repeats start. With 0, the profiler times the minimum number of repeats
     and does not warn that times are uncertain."""
     skip_failing_sizes: bool = False
-    """True to leave out micro-batch sizes that do not fit in memory or are too small for a layer. False to raise an
-    error."""
+    """True to leave out micro-batch sizes that do not fit in memory or are too small for a layer; False to refuse."""
 
 
 class ProgressCounter:
-    """Progress of the measurements. Its unit is one sample that one layer processes in one timed pass."""
+    """Progress of the measurements, counted in samples that a layer processes in a timed pass."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress

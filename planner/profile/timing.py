@@ -42,16 +42,16 @@ _BLOCK = 5
 """Number of repeats between two checks whether the repeats suffice."""
 
 _TOGETHER_US = 20_000.0
-"""Time of forward and backward, in microseconds, up to which consecutive equal layers are timed together on a CPU."""
+"""Longest time of layers that are timed together on a CPU, forward and backward, in microseconds."""
 
 _TOGETHER_ON_GPU_US = 60_000.0
-"""The same on a device with its own memory."""
+"""Longest time of layers that are timed together on a device with its own memory, in microseconds."""
 
 _TOGETHER = range(3, 9)
 """Possible numbers of layers that are timed together."""
 
 _STRETCH_BYTES = 2**28
-"""Largest number of bytes that layers timed in one pass keep for backward. With more, data leaves the cache."""
+"""Largest number of bytes that layers timed in one pass keep for backward; caches do not hold more."""
 
 _OVERHEAD_US = 100.0
 """Lower bound of the executor's time per micro-batch and stage, in microseconds.
@@ -138,7 +138,7 @@ def measure_times(
 
 
 def group_layers_to_time(keys: Sequence[LayerKey], kept_bytes: Mapping[LayerKey, int]) -> Iterator[list[LayerKey]]:
-    """Divide keys into lists of neighboring layers to time together. Keys of a list have the same micro-batch size.
+    """Divide keys into lists to time together, each with neighboring layers and one micro-batch size.
 
     The layers of a list keep at most `_STRETCH_BYTES` for backward, unless the list has only one layer.
     """
@@ -185,7 +185,7 @@ def time_uncertainty(chain: Sequence[str], samples: Mapping[LayerKey, Sequence[t
 def measured_split_times(samples: Sequence[tuple[float, float]], whole: LayerTimes) -> tuple[float, float]:
     """Return the times of passes I (input gradients) and W (weight gradients), in microseconds.
 
-    The time of I includes the additional time of a forward that prepares a split backward.
+    The forward before a split backward takes longer than that before a whole one. The difference counts as time of I.
 
     Args:
         samples: Repeats (forward plus I, W), as `SplitTimer` measures them.
@@ -198,9 +198,9 @@ def measured_split_times(samples: Sequence[tuple[float, float]], whole: LayerTim
 
 
 def equal_layers(units: Sequence[LayerToMeasure], digest: str) -> list[int]:
-    """Return the indices of the layers with this digest that take turns.
+    """Return the indices of the layers with this digest that are timed in turn.
 
-    The list ends when their parameters have more bytes than `DeviceKind.equal_layers_bytes`.
+    The list ends when their parameters exceed `DeviceKind.equal_layers_bytes`.
     """
     equal = [n for n, unit in enumerate(units) if unit.digest == digest]
     unit = units[equal[0]]
@@ -211,11 +211,11 @@ def equal_layers(units: Sequence[LayerToMeasure], digest: str) -> list[int]:
 def layers_together(
     layers: Chain, units: Sequence[LayerToMeasure], equal: Sequence[int], number: int
 ) -> list[LayerToMeasure]:
-    """Return modules of up to `number` consecutive equal layers; none if too few layers can be timed together.
+    """Return modules with up to `number` consecutive equal layers each; empty if too few can be timed together.
 
-    A layer that is timed alone takes longer than in the model. The host has run other code before, and its caches do
-    not contain the code of the layer; a GPU waits for the first launch. A block of a small GPT-2 took 0.62 ms alone and
-    0.43 ms after another block. So the time of a short layer is the difference of several layers and one layer.
+    A layer that is timed alone takes longer than in the model, because the host's caches do not contain its code, and a
+    GPU waits for the first launch. A block of a small GPT-2 took 0.62 ms alone and 0.43 ms after another block. The
+    time of a short layer is therefore computed from the times of several layers and of one layer.
 
     Args:
         layers: Chain of all layers.
@@ -254,7 +254,7 @@ def _times_of_one(timed: Sequence[LayerToMeasure], times_us: Sequence[tuple[floa
 
 
 def statistics_update_us(unit: LayerToMeasure, received: MeasurementInput, *, clock: Clock, repeats: int) -> float:
-    """Return the time that one update of a layer's running statistics of batch normalization takes, in microseconds.
+    """Return the time in microseconds to update a layer's running statistics of batch normalization once.
 
     Args:
         unit: The layer.

@@ -1,8 +1,8 @@
 """Trace the layers to measure: each with its input, and the last one together with the loss.
 
-The loss runs inside the last stage, so its time and memory belong to the last layer. The digest of a layer covers the
-names and arguments of its operators: shape and dtype of a tensor, value of any other argument. Of layers with equal
-digests, only the first is measured.
+The loss runs inside the last stage, so its time and memory belong to the last layer. The digest of a layer covers its
+operators with their arguments (shape and dtype of a tensor, value of any other argument), its parameters and its saved
+tensors. Of layers with equal digests, only the first is measured.
 """
 
 import hashlib
@@ -41,10 +41,7 @@ TimeSamples = dict[LayerKey, list[tuple[float, float]]]
 
 @dataclass(frozen=True)
 class MeasurementInput:
-    """Input of a layer for one micro-batch. Its tensors are leaves of autograd's graph.
-
-    A tensor requires gradients if it does so in the model.
-    """
+    """Input of a layer for one micro-batch. Its tensors are leaves; they require gradients as in the model."""
 
     values: tuple[Any, ...]
     spec: TreeSpec
@@ -77,7 +74,7 @@ class LayerToMeasure:
 
     @property
     def parameter_bytes(self) -> int:
-        """Memory of one layer's parameters, in bytes."""
+        """Memory of the parameters in bytes; of one layer if `module` has several."""
         return sum(parameter.nbytes for parameter in self.module.parameters()) // self.repeats
 
     def run(self, values: Sequence[Any], received: MeasurementInput) -> list[Any]:
@@ -99,17 +96,15 @@ class LayerToMeasure:
 def trace_layers(
     chain: Chain, loaded: LoadedModel, size: int, device: torch.device, *, ghosts: bool = False
 ) -> tuple[tuple[LayerToMeasure, ...], dict[str, MeasurementInput]]:
-    """Return every layer with a digest of its operators, and the inputs of the layers to measure, by digest.
-
-    Of layers with equal digests, only the first one is measured.
+    """Return every layer with a digest of its operators, and the input of the first layer with each digest.
 
     Args:
         chain: The layers. Their parameters must have values, except with `ghosts`.
         loaded: The model.
         size: Micro-batch size.
         device: Device of the inputs.
-        ghosts: True if parameters, and tensors between layers, are ghosts without values. Then a layer that reads
-            values raises `NeedsValuesError` or another error.
+        ghosts: True if parameters, and tensors between layers, are ghosts without values. A layer that reads their
+            values then raises an error, usually `NeedsValuesError`.
 
     Raises:
         ModelError: A layer fails on the output of the previous layer.

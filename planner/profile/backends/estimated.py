@@ -88,11 +88,7 @@ class EstimatedBackend:
         )
 
     def clock(self, *, experts: bool = False) -> "RooflineClock":
-        """Return a clock that computes times from the GPU's FLOP/s and bytes/s.
-
-        Args:
-            experts: True to use the FLOP/s that published runs of models with experts reached.
-        """
+        """Return a clock for the GPU. With `experts`, its FLOP/s are those that models with experts reached."""
         sustained = sustained_rate(self._absent.name, experts=experts)
         rate = None if experts else matmul_flops_per_s(self._absent.name)
         if rate is None and sustained is not None:
@@ -100,7 +96,7 @@ class EstimatedBackend:
         return RooflineClock(self._absent if rate is None else replace(self._absent, half_flops_per_s=rate))
 
     def check(self, loaded: LoadedModel, *, lean: bool) -> None:  # noqa: ARG002
-        """Raise a `ModelError` if `lean` is False, because the model's layers then read values of tensors."""
+        """Raise a `ModelError` if `lean` is False: the model did not run without values."""
         if not lean:
             raise ModelError(
                 "the model cannot be estimated: its layers ask for the values of tensors",
@@ -108,7 +104,7 @@ class EstimatedBackend:
             )
 
     def measure(self, task: ProfilingTask) -> BackendResult:
-        """Estimate the costs of layers at each micro-batch size. Layers with equal operators are estimated once."""
+        """Estimate the costs of layers at each micro-batch size."""
         meter, clock = GhostMeter(), self.clock()
         hooks = MeasurementHooks(device=self.device, record=partial(record_memory, task=task, meter=meter))
         with as_ghosts_if_lean(task), GpuKernels():

@@ -1,9 +1,9 @@
-"""Make layers on ghosts (tensors without memory) save for backward what they would save on a GPU.
+"""Make layers on ghosts (tensors without values) save for backward what they would save on a GPU.
 
-Without this mode, layers on ghosts save the same tensors as on a CPU. In two cases, a GPU saves less:
+Otherwise, layers on ghosts save the same tensors as on a CPU. In two cases, a GPU saves less:
 
 - Attention with dropout, a mask that requires gradients, or values of another width than keys. A CPU saves the scores
-in float32. A GPU runs a fused kernel, which saves no scores. It saves the mask that the caller passed.
+in float32. A GPU runs a fused kernel, which saves the caller's mask, but no scores.
 - Dropout. Its saved mask has the input's dtype on a CPU, and booleans on a GPU.
 """
 

@@ -14,8 +14,7 @@ arXiv:2401.10241, table 1; both have f = 4h). F is the forward, I the input-grad
 
 Bytes that each device keeps of one micro-batch for its backward (Korthikanti et al., "Reducing Activation Recomputation
 in Large Transformer Models", arXiv:2205.05198, equations 1 to 4, where f = 4h and e = 2). Tensor parallelism splits
-some tensors among the t devices. Each device has whole copies of all other tensors, unless sequence parallelism splits
-them:
+some tensors among the t devices; only sequence parallelism also splits the others, called whole here:
 
                   whole                split
     embedding     bsh (e + 1)          -
@@ -78,8 +77,6 @@ def transformer_profile(
 ) -> Profile:
     """Return the profile of a transformer: embedding, blocks, and head with the loss.
 
-    The profile includes times of split backwards.
-
     Args:
         shape: Shape of the model.
         execution: Parallelism within layers, and kernels.
@@ -89,7 +86,7 @@ def transformer_profile(
         dtype: Precision to name in the profile.
         optimizer: Optimizer to name in the profile.
         micro_batch_sizes: Micro-batch sizes in samples.
-        steps_at_once: True if the optimizer updates all parameters at once, with a temporary copy of them.
+        steps_at_once: True if the optimizer updates all parameters at once, with temporary memory of their size.
         other_tensor_parallel: Further numbers of devices per layer (t). The profile also has the costs for each.
     """
 

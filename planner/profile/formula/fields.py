@@ -9,10 +9,7 @@ _LARGEST = 2**32
 
 
 class ConfigReader:
-    """Reader of a config.json, with default values of the model's family.
-
-    A default replaces a missing key. It does not replace null.
-    """
+    """Reader of a config.json. Default values of the model's family replace missing keys, but not null."""
 
     def __init__(self, content: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
         self._content, self._defaults = content, defaults
@@ -28,7 +25,7 @@ class ConfigReader:
 
         Args:
             names: Equivalent keys, in order of precedence.
-            default: Value of a missing key if the model's family has no default; None if the key is required.
+            default: Value of a null key, or of a missing key without a default of the family; None to require the key.
             least: Smallest valid integer.
             most: Largest valid integer.
         """
@@ -67,7 +64,7 @@ class ConfigReader:
         return bool(self._value(name, default))
 
     def text(self, name: str, default: str) -> str:
-        """Return the text of a key; `default` if neither the file nor the model's family has a text."""
+        """Return the text of a key; `default` if it is null or empty, or missing without a default of the family."""
         return str(self._value(name, default) or default)
 
     def integers(self, name: str) -> tuple[int, ...]:

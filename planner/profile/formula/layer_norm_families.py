@@ -134,7 +134,7 @@ def _with_layer_norms(fields: ConfigReader, sequence: int, block: Block, *, drop
 
 
 def head_dim(fields: ConfigReader, hidden: int, heads: int) -> int:
-    """Return the width of a head: the value of the key `head_dim`, or without this key `hidden` divided by `heads`.
+    """Return the width of a head: the key `head_dim`, or without it `hidden` divided by `heads`.
 
     Args:
         fields: Reader of the configuration.

@@ -181,10 +181,7 @@ class _LayerFormulas:
         )
 
     def _product_flops(self, linear: MatrixProduct) -> float:
-        """Return the FLOP of a matrix product on one device.
-
-        If the weights are not split, each device computes the product for all tokens.
-        """
+        """Return a product's FLOP on one device, which computes all tokens if neither weights nor tokens are split."""
         is_divided = linear.split != "none" or self.execution.sequence_parallel
         flops = 2 * self.shape.sequence * linear.uses * linear.inputs * sum(linear.outputs)
         return flops / self.t if is_divided else flops
@@ -222,10 +219,7 @@ class _LayerFormulas:
         return linear.copies * linear.inputs * outputs
 
     def _span(self, attention: Attention) -> int:
-        """Return the number of tokens for which a token's scores are computed, including those that a mask hides.
-
-        Kernels that are not fused also compute the scores outside a sliding window.
-        """
+        """Return the number of scores of a token, masked ones included; only fused kernels use the window."""
         window = attention.window if self.execution.fused else 0
         return min(window or self.shape.sequence, self.shape.sequence)
 
@@ -314,7 +308,7 @@ class _LayerFormulas:
         return self.residual * uses * (gated * layer.width + 2 * self.shape.hidden) + self.e * shared
 
     def _held_bytes(self, linears: list[MatrixProduct]) -> float:
-        """Return the bytes kept for the weight-gradient pass: inputs of products, and gradients of their results."""
+        """Return the bytes kept from I to W: inputs of products, and gradients of their results."""
         whole = split = 0.0
         for linear in linears:
             ends = {"inputs": linear.inputs * linear.uses, "outputs": sum(linear.outputs) * linear.uses}

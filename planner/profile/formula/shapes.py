@@ -1,7 +1,6 @@
 """Define the shape of a transformer: blocks of attention and a feed-forward layer or experts.
 
-Every block gives a list of matrix products (`MatrixProduct`), from which its parameters, FLOP and bytes follow. Blocks
-may differ.
+Every block gives a list of matrix products (`MatrixProduct`), from which its parameters, FLOP and bytes follow.
 """
 
 from collections.abc import Iterator
@@ -22,7 +21,7 @@ class MatrixProduct:
     copies: int = 1
     """Number of experts, each with its own weights of this size; 1 if there are no experts."""
     uses: float = 1.0
-    """Number of experts that multiply each token; 1 if there are no experts."""
+    """Number of experts that multiply each token, times `Execution.capacity`; 1 if there are no experts."""
 
     def parameters(self, devices: int = 1) -> int:
         """Return the number of parameters on each of `devices` devices that share the layer."""
@@ -76,17 +75,14 @@ class Attention:
     biased: bool = False
     """True if a learned bias for relative positions is added to the scores."""
     concatenated: bool = False
-    """True if queries are concatenated from a rotated part and another part. Attention's result is then saved twice,
-    unless `Execution.fused` is True."""
+    """True if queries are concatenated from a rotated part and another part. The product after attention then saves a
+    copy of attention's result, unless `Execution.fused` is True."""
     window: int = 0
     """Number of tokens to which each token attends; 0 for all tokens."""
     latent: LatentRanks | None = None
 
     def total_key_value_heads(self, devices: int) -> int:
-        """Return the number of key-value heads on all devices together.
-
-        If there are fewer heads than devices, each device has a copy of one head.
-        """
+        """Return the number of key-value heads on all devices together; each device has at least one."""
         return max(self.key_value_heads, devices)
 
     @property
@@ -160,10 +156,7 @@ class Experts:
     """True if a gate multiplies the result of the shared experts."""
 
     def matrix_products(self, hidden: int, capacity: float = 1.0) -> Iterator[MatrixProduct]:
-        """Yield the matrix products with weights: router, experts, shared experts; `hidden` is the model's width (h).
-
-        `capacity` is the number of tokens per expert, divided by the number under an even distribution.
-        """
+        """Yield the products with weights: router, experts, shared experts. `capacity` is that of `Execution`."""
         yield MatrixProduct(inputs=hidden, outputs=(self.count,), bias=self.bias, split="none")
         own = MatrixProduct(
             inputs=hidden,
@@ -218,7 +211,7 @@ class Block:
         Args:
             hidden: Width of the model (h).
             devices: Number of devices that share the block.
-            capacity: Number of tokens per expert, divided by the number under an even distribution.
+            capacity: Tokens that the experts of a device compute, divided by the number under an even distribution.
         """
         for attention in self.attentions:
             yield from attention.matrix_products(hidden, devices)
@@ -230,10 +223,7 @@ class Block:
             yield MatrixProduct(inputs=2 * hidden, outputs=(hidden,))
 
     def num_unsplit_parameters(self, hidden: int, norm_parameters: int) -> int:
-        """Return the number of parameters, except biases, that tensor parallelism does not split.
-
-        A normalization has `norm_parameters` per channel, and `hidden` channels (h).
-        """
+        """Return the number of parameters, except biases of products, that tensor parallelism does not split."""
         # A block that predicts a further token has three more normalizations: of its two inputs and of its result.
         norms = self.norms + self.post_norms + (3 if self.kind == "mtp" else 0)
         channels = norms * hidden + sum(attention.norm_channels for attention in self.attentions)
