@@ -77,10 +77,7 @@ class _HostMoment(NamedTuple):
 
 
 class _AllocationWatch:
-    """Peak memory of this process, computed from recorded allocations and releases.
-
-    torch has no memory statistics for CPUs.
-    """
+    """Peak memory of this process, computed from recorded allocations, because torch has no statistics for CPUs."""
 
     def __init__(self) -> None:
         self._live_bytes = 0

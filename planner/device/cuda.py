@@ -106,10 +106,7 @@ class Cuda(DeviceKind):
         )
 
     def reserve_bytes(self) -> int:
-        """Measure the GPU memory that is not available for tensors, in bytes.
-
-        The result includes the memory of other programs, and the workspace of cuBLAS.
-        """
+        """Measure the GPU memory that is not available for tensors, in bytes, including that of other programs."""
         workspaces_bytes = _new_workspaces_bytes(self.device)
         free, total = torch.cuda.mem_get_info(self.device)
         return max(0, total - free - torch.cuda.memory_reserved(self.device)) + workspaces_bytes
@@ -182,7 +179,7 @@ class _StatisticsWatch:
 
 
 def _new_workspaces_bytes(device: torch.device) -> int:
-    """Let libraries allocate their workspaces in torch's allocator, and return the bytes of new ones."""
+    """Let libraries allocate their workspaces in torch's allocator, and return the bytes of the new workspaces."""
     before_bytes = torch.cuda.memory_allocated(device)
     for dtype in (torch.float32, torch.float16):
         _use_libraries(device, dtype)

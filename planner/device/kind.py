@@ -43,12 +43,7 @@ class PeakWatch(Protocol):
         """Stop recording, and return the peak memory since `begin`."""
 
     def close(self) -> Peak | None:
-        """Stop recording, if `end` has not already done so.
-
-        Returns:
-            Peak memory since `begin`, or since the creation of the object if `begin` was not called. None after `end`,
-            and always on GPUs.
-        """
+        """Stop recording, and return the peak memory as `end` does; None after `end`, and always on GPUs."""
 
 
 class DeviceKind(ABC):
@@ -71,10 +66,7 @@ class DeviceKind(ABC):
     @classmethod
     @abstractmethod
     def count(cls) -> int:
-        """Return the number of devices of this kind on this machine.
-
-        The number is unlimited for the CPU, which processes share.
-        """
+        """Return the number of devices on this machine; `sys.maxsize` for the CPU, which processes share."""
 
     @classmethod
     @abstractmethod
@@ -101,7 +93,7 @@ class DeviceKind(ABC):
         """Return the device's name, its memory, and its reserve: memory that is not available for tensors."""
 
     def equal_layers_bytes(self) -> int:
-        """Return the bytes of parameters of equal layers that may be on the device while they are timed."""
+        """Return the bytes of parameters beyond which no further equal layers are timed in turn."""
         return CACHE_BYTES
 
     @abstractmethod
@@ -130,10 +122,7 @@ class DeviceKind(ABC):
 
     @abstractmethod
     def moment_with_host_time(self) -> tuple[Moment, int]:
-        """Return the current time on the device's clock, and the host's `time.perf_counter_ns` at the same time.
-
-        The device must be idle.
-        """
+        """Return the current time on the clock of the idle device, and the host's `time.perf_counter_ns` then."""
 
     @abstractmethod
     def empty_cache(self) -> None:

@@ -19,7 +19,7 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 _MADV_PAGEOUT = 21  # from Linux's mman.h
 
 _MOST_BLOCKS = 2**16
-"""Largest number of separately mapped blocks; this is glibc's default."""
+"""Default of glibc's `M_MMAP_MAX`: the largest number of blocks that `malloc` maps separately."""
 
 
 def cpu_name() -> str:
@@ -45,7 +45,7 @@ class ThreadTime(NamedTuple):
 
     @property
     def share(self) -> float:
-        """Share of run and waiting time in which the thread had a CPU core; 0 if unknown."""
+        """Run time divided by the sum of run time and waiting time; 0 if unknown."""
         wanted_ns = self.ran_ns + self.waited_ns
         return self.ran_ns / wanted_ns if wanted_ns else 0.0
 
@@ -64,10 +64,7 @@ def thread_time() -> ThreadTime:
 
 
 def available_bytes() -> int:
-    """Return the host memory that is available without swapping, in bytes.
-
-    If the system does not report it, return the total memory.
-    """
+    """Return the host memory available without swapping, in bytes; the total if the system does not report it."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
         available = next(line for line in lines if line.startswith("MemAvailable:"))
@@ -77,12 +74,10 @@ def available_bytes() -> int:
 
 
 def keep_freed_memory(*, below: int | None = None) -> None:
-    """Make the C library keep freed memory for later allocations, as the caching allocators of GPUs do.
+    """Make glibc keep freed memory for later allocations, which makes training steps faster.
 
-    Training steps are then faster. Without glibc, this function does nothing.
-
-    If `below` is None, all freed blocks are kept. Otherwise, freed blocks of at least `below` bytes are returned to the
-    system. `below` must be at most `LARGE_BYTES`.
+    Without glibc, this function does nothing. Freed blocks of at least `below` bytes (at most `LARGE_BYTES`) are still
+    returned to the system; with None, all are kept.
     """
     # By default, glibc returns large blocks to the system, which clears their pages before each reuse.
     try:
@@ -95,7 +90,7 @@ def keep_freed_memory(*, below: int | None = None) -> None:
 
 
 def release_freed_memory() -> None:
-    """Return freed memory to the system once, including memory that `keep_freed_memory` keeps."""
+    """Return freed memory to the system once, despite `keep_freed_memory`."""
     try:
         ctypes.CDLL("libc.so.6").malloc_trim(0)
     except (OSError, AttributeError):
@@ -103,10 +98,9 @@ def release_freed_memory() -> None:
 
 
 def release_file_pages(address: int, size_bytes: int) -> None:
-    """Allow the system to remove the pages of a mapped file from memory.
+    """Ask Linux to remove the pages of a mapped file from memory; do nothing on other systems.
 
-    The next use of a page reads the file again. Pages that this process has changed stay in memory. Without Linux, this
-    function does nothing.
+    The next use of a page reads the file again. Changes of this process to its pages are not lost.
     """
     begin = address - address % _PAGE_BYTES
     try:

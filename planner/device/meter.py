@@ -1,7 +1,7 @@
 """Meters that measure the memory of a function: the interface, and the meter for CPUs.
 
-The meter for CPUs uses torch's profiler, which records the size of every allocation and release, also of temporary
-tensors inside operators. The resident set size would be wrong, because the C allocator keeps freed memory.
+The meter for CPUs uses torch's profiler, which records every allocation and release, also inside operators. The
+resident set size would be wrong, because the C allocator keeps freed memory.
 """
 
 import gc

@@ -3,7 +3,7 @@
 The option `distributed.pipeline.module_fqns_per_model_part` is a list of module paths for each stage. It replaces
 `layers_per_stage`, which only cuts evenly. A stage is a copy of the model in which the modules of other stages are set
 to None (nemo_automodel/components/distributed/pipelining/functional.py, `split_model_into_stages`). Each member of
-a ModuleList is kept or deleted entirely. The rotary embeddings must be in the lists of all stages.
+a ModuleList is kept or deleted entirely. Rotary embeddings must be in all lists.
 
 `pp_schedule` is the name of a schedule in torch. This name also decides the placement of the stages: a V for
 ZBVZeroBubble, otherwise a loop. A schedule that torch lacks is written to a separate file.

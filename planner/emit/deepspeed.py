@@ -1,9 +1,8 @@
 """Emitter for DeepSpeed 0.19.8: a `PipelineModule` with the plan's cuts.
 
 The argument `partition_method` of `PipelineModule` (deepspeed/runtime/pipe/module.py) is `uniform`, `parameters` or
-`type:REGEX`. None of these methods accepts given cuts. The emitted file therefore defines a subclass that sets `parts`,
-the list of cuts. The engine runs 1F1B (`TrainSchedule`), and its `gradient_accumulation_steps` is the number of
-micro-batches. Each stage sets its own recomputation.
+`type:REGEX`, none of which accepts given cuts. So the emitted file defines a subclass that sets the cuts, `parts`.
+The engine runs 1F1B (`TrainSchedule`), and its `gradient_accumulation_steps` is the number of micro-batches.
 """
 
 from itertools import accumulate

@@ -90,9 +90,7 @@ def write_engine_files(
     repeat_options: RepeatOptions | None = None,
     note: Callable[[str], None],
 ) -> EmitResult:
-    """Write the files with which an engine runs a plan.
-
-    Input files and the model's file are never overwritten. Edited files are overwritten only with `force`.
+    """Write the files with which an engine runs a plan. Inputs and the model's file are never overwritten.
 
     Args:
         plan: Plan to write.
@@ -100,7 +98,7 @@ def write_engine_files(
         engine: Name of the format, one of `format_names`.
         folder: Folder of the written files.
         input_paths: Paths of the plans and the profile.
-        force: If true, overwrite edited files.
+        force: True to overwrite edited files.
         smaller: Plans for fewer processes, made from the same profile; only for the bundled executor.
         launch: Job scheduler for which a launcher is written, such as `slurm`; None for no launcher.
         nodes: Nodes for the launcher; defaults to the nodes of the plan.

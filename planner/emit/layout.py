@@ -20,7 +20,7 @@ from planner.emit.signature import with_signature
 
 _PATH = re.compile(r"\w+(\.\w+)*")
 _BLOCK = re.compile(r"(?P<kind>block|encoder|decoder)_\d+")
-"""Names of blocks in a profile that a formula computed, unless blocks have the names of torchtitan's modules."""
+"""Names that formulas give to blocks, unless they use the names of torchtitan's modules."""
 
 _WIDTH = 110
 
@@ -161,9 +161,9 @@ class PlanLayout:
         return None if num_layers == len(names) else f"`--together {first},{second}`"
 
     def refuse_formula(self, engine: str, *, block_kind: str = "") -> None:
-        """Raise UsageError if a formula computed the profile, and the engine has no model with the same blocks.
+        """Raise UsageError if a formula named the profile's blocks, and the engine has no model with such blocks.
 
-        `block_kind` is the kind of block in the engine's model: `block`, `encoder` or `decoder`; empty without a model.
+        `block_kind` is the kind of block in the engine's own model; empty if the engine has no model.
         """
         kinds = {match["kind"] for layer in self.layers if (match := _BLOCK.fullmatch(layer.name))}
         if self.formula and kinds - {block_kind}:
@@ -198,7 +198,7 @@ class PlanLayout:
         return [f"{text}: step time and memory will differ; solve with `--schedule {supported[0].name}`"]
 
     def split_backward_notes(self) -> list[str]:
-        """Return a note that torch needs more memory than planned, if the schedule has split backward passes."""
+        """Return a note about torch's additional memory if the schedule has split backward passes."""
         if not self.schedule.splits_backward:
             return []
         return ["torch splits backwards differently, and needs more memory than planned between I and W"]
@@ -216,9 +216,9 @@ class PlanLayout:
         """Return a note for each engine option that the predicted memory assumes.
 
         Args:
-            sequence: Option for sequence parallelism; empty if the engine needs none.
-            experts: Option for the number of replicas among which experts are divided; empty if the engine needs none.
-            attention: Option for recomputation of attention; empty if the engine needs none.
+            sequence: Name of the option for sequence parallelism; empty if not needed.
+            experts: Name of the option for the number of replicas that divide the experts; empty if not needed.
+            attention: Name of the option for recomputation of attention; empty if not needed.
         """
         assumed = {
             "division along the sequence": sequence if self.sequence_parallel else "",

@@ -30,10 +30,7 @@ RepeatOptions = Callable[[Inputs, Device], tuple[str, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputPaths:
-    """Paths of the plans and the profile from which a script is made.
-
-    The path `-` means standard input.
-    """
+    """Paths of the plans and the profile from which a script is made; `-` means standard input."""
 
     plan: str = "plan.yaml"
     profile: str = "profile.yaml"
@@ -65,9 +62,7 @@ class NativeFiles:
         return tuple(Path(folder, name) for name in ("balance.yaml", *self.smaller, *launch, self.name))
 
     def write(self, folder: str, *, force: bool = False) -> bool:
-        """Write all files to `folder`, and return True if the script was written.
-
-        Without `force`, an edited script is not overwritten.
+        """Write all files to `folder`. Return False if an edited script was kept, which `force` prevents.
 
         Raises:
             FileError: A balance configuration or the launcher was edited, the existing script was not written by
@@ -196,7 +191,7 @@ def emit_from_template(
         script: Path of the script.
         use: Command that runs the script.
         notes: Remarks about the files.
-        smaller: Number of processes of each plan for fewer processes.
+        smaller: Numbers of processes of the plans for fewer processes.
         planned: Predictions that a run compares with its measurements.
         **more: Values of the template's other placeholders.
 
@@ -325,10 +320,7 @@ def _fewer_processes_paragraph(balance: Balance) -> str:
 
 
 def stage_lines(plan: Plan) -> str:
-    """Return a text with one line for each stage of the plan, for a docstring.
-
-    If a device has several stages, lines for the devices come first.
-    """
+    """Return text for a docstring: a line for each device with several stages, then a line for each stage."""
     stages = [
         f"stage {s.index}: {pluralize(s.layers, 'layer')}, {escape_for_docstring(s.first)} to "
         f"{escape_for_docstring(s.last)}, recompute {_recomputed(s)}"

@@ -15,7 +15,7 @@ def with_signature(body: str) -> str:
 
 
 def is_edited(path: Path) -> bool:
-    """Return True if the file exists and differs from what `emit` wrote, or was not written by `emit`."""
+    """Return True if the file exists, and a user has edited it or `emit` did not write it."""
     text = _text(path)
     if text is None:
         return False
@@ -30,7 +30,7 @@ def is_script_with_balance(path: Path) -> bool:
 
 
 def refuse_edited(path: Path, *, hint: str = "keep it, or pass `--force`") -> None:
-    """Raise FileError if the file exists and differs from what `emit` wrote."""
+    """Raise FileError if `is_edited`."""
     if is_edited(path):
         raise FileError("was edited since it was emitted", path=str(path), hint=hint)
 

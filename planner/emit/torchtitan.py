@@ -4,9 +4,8 @@ This option has a list of module paths for each stage. A stage is a copy of the 
 stages are deleted (torchtitan/distributed/pipeline_parallel.py, `_split_module`). Paths may name children of the model,
 and members of ModuleLists and ModuleDicts among the children.
 
-A schedule that torch lacks is written to a file for the option `pipeline_parallel_schedule_csv`. The option
-`pipeline_parallel_schedule` then only decides the placement of the stages: a V for ZBVZeroBubble and DualPipeV,
-otherwise a loop.
+A schedule that torch lacks is written to a file for `pipeline_parallel_schedule_csv`. Then `pipeline_parallel_schedule`
+only decides the placement of the stages: a V for ZBVZeroBubble and DualPipeV, otherwise a loop.
 
 Options changed after 0.3.0: the lists are `pipeline_parallel_module_fqns_per_model_part`, `num_pp_microbatches` sets
 the number of micro-batches instead of their size, and batches are counted in tokens. The emitted file chooses the

@@ -119,9 +119,9 @@ def launch_job(plans: Sequence[Balance], inputs: Inputs, *, script: str, nodes: 
 
     Args:
         plans: Plans of the script, most processes first.
-        inputs: Request of the first plan.
+        inputs: Inputs of the first plan.
         script: Path of train.py.
-        nodes: Available nodes; defaults to the nodes of the first plan's request.
+        nodes: Available nodes; defaults to those in `inputs`.
 
     Raises:
         UsageError: The nodes have too few devices, or cannot share the processes evenly.
