@@ -1,6 +1,4 @@
-"""Record values that a module's forward stores in attributes, such as `self.aux_loss`.
-
-Later code may read these values. For example, the model sums the losses of its experts.
+"""Record values that a module's forward stores in attributes for later code, such as `self.aux_loss` of an expert.
 
 Attributes are compared before and after a call, including the lists, dicts and user-defined objects in attributes. A
 change is recorded if the new value is a tensor, a plain value such as a number, or a nest of these.

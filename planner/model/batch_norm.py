@@ -1,9 +1,8 @@
 """Deferred batch normalization: running statistics of whole mini-batches, although each micro-batch runs alone.
 
 In training every micro-batch is normalized by its own statistics. A plain `BatchNorm` would update its running
-statistics with every micro-batch, and once more when a micro-batch is recomputed. This module collects sums over all
-micro-batches. Once per step, it updates the running statistics with the mean and unbiased variance of the whole
-mini-batch. The idea comes from torchgpipe, which uses the biased variance.
+statistics with every micro-batch, and once more when a micro-batch is recomputed. This module updates them once per
+step, with the mean and unbiased variance of the whole mini-batch. (Torchgpipe, the source, uses the biased variance.)
 
 While a layer runs, a pair of scratch tensors (mean, variance) replaces its running statistics, with a momentum of one.
 So torch's own kernel computes mean and variance, and no input is read twice.

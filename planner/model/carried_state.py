@@ -8,7 +8,8 @@ code that reads it must be in the same stage:
     forward of block 3      changes w         last access
 
 One recorded forward shows which tensors are written in place. A tensor that is assigned to an attribute (`self.h = h`)
-is state only if the next forward reads it. A second recording shows this. Numbers in attributes are ignored.
+is state only if the next forward reads it, which a second recording shows. Numbers in attributes are ignored, except
+for those of modules that also cache a table (`reused_tables`).
 """
 
 from collections.abc import Iterable, Mapping

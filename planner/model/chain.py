@@ -84,11 +84,10 @@ class Chain:
         return () if modules == (name,) else modules
 
     def stage(self, first: int, end: int) -> nn.Module:
-        """Return layers `first` to `end - 1` as one module.
+        """Return layers `first` to `end - 1` as one module with the model's submodules; parameters keep their names.
 
         The first stage takes the model's inputs, and the last stage returns the model's output. Other stages take and
-        return the tensors that cross their boundaries. Submodules are shared with the model, and parameters keep their
-        names.
+        return the tensors that cross their boundaries.
         """
         if self.outline is None:
             return _Layers(self.layers[first:end])

@@ -1,8 +1,7 @@
 """Compute digests of a model's code: loss function, activations, and forwards of the user's classes.
 
-The digests show whether a resumed run still trains the same model. They are computed from the parsed code, so
-comments, docstrings and formatting do not count. They may differ between Python versions. Code of installed packages,
-such as torch, does not count either: the digests contain only the names of its functions and classes.
+The digests show whether a resumed run still trains the same model. Comments, docstrings and formatting do not count.
+Of installed packages, such as torch, only the names of functions and classes count. Python versions may differ.
 """
 
 import ast

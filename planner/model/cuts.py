@@ -1,9 +1,9 @@
 """Find where a recorded model can be cut, and which tensors cross each cut.
 
-A cut is a position in the recorded forward. Calls of modules that ended before the cut do not run in later stages:
-these stages receive the results. A call that has begun but not ended at the cut, such as the model's own `forward`,
-runs again in the next stage from its start, on the received tensors. Some results of this code are sent instead
-(`planner.model.sent_results`).
+A cut is a position in the recorded forward. Later stages receive the results of calls that ended before the cut, and
+run only constant ones of these calls again (`planner.model.repeated_code`). A call that has begun but not ended, such
+as the model's own `forward`, runs again in the next stage from its start, on the received tensors. Some results of this
+code are sent instead (`planner.model.sent_results`).
 
     def forward(self, x):
         a = self.first(x)

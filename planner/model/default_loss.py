@@ -29,8 +29,7 @@ class DefaultLoss:
         """Return the loss in a model's output.
 
         Raises:
-            ModelError: The output has no loss, or several possible losses, or it lacks the loss that was found in the
-                first output.
+            ModelError: The output has no loss, or several possible ones, or lacks the loss that the first output had.
         """
         if self._taken is None:
             self._taken = self._chosen(output)

@@ -4,9 +4,8 @@ A ghost replaces a tensor that is not available: a parameter of another stage, o
 result of an operator on a ghost is a ghost. Code that reads the values of a ghost (`.item()`, an `if`) raises an error.
 So if a stage lacks a tensor by mistake, its results are ghosts, never wrong numbers.
 
-There are two kinds of ghosts. A lean ghost replaces a tensor if only its shape is needed. An absent ghost replaces, in
-a stage, a tensor that another stage has. A result computed from an absent ghost is an absent ghost, too, so that
-`check_present` finds it.
+A lean ghost replaces a tensor if only its shape is needed. An absent ghost replaces, in a stage, a tensor that another
+stage has. Results computed from an absent ghost are absent ghosts, too, so that `check_present` finds them.
 
 A ghost contains one of torch's fake tensors. The model does not get the fake tensor itself, because libraries take fake
 tensors for a sign of compilation and then run other code.

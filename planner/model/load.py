@@ -95,8 +95,7 @@ class LoadedModel:
         """Return the chain of layers of `model`, which `build` returned.
 
         Raises:
-            ModelError: The model fails on its example batch or cannot be cut. Or a trained parameter shares memory with
-                a different tensor of another layer.
+            ModelError: The model fails or cannot be cut, or a trained parameter shares memory with a different tensor.
         """
         # Autocast's cache is off: a cached copy of a weight that two modules share would cross the cuts between them.
         with forward_context(self.precision, torch.device("cpu"), keep=False), hide_process_group():

@@ -190,7 +190,7 @@ class _UpdateComparison:
     def differing(self, step: int, scales: tuple[float, float]) -> set[int]:
         """Make a step of each optimizer. Return the indices of the parameters for which the results differ.
 
-        `scales` has the factors of the random gradients: for parameters with even indices, and with odd indices.
+        `scales` are factors of the gradients of parameters with even and with odd indices.
         """
         together = self._together.step(step, scales)
         apart: dict[int, list[Tensor]] = {}

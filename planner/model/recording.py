@@ -15,9 +15,9 @@ operator read to those that it created.
                                        13 .. 15   another function, with one operator (mul)
                                        16         call 0 ends
 
-The stages after a cut run some operators from before the cut again. They do not run the operators of a call that has
-ended before the cut, because they receive the result of the call. They run operators in the code of a call that has not
-ended. After a cut at position 13, `h + 1` would run again if later code read y.
+The stages after a cut run some operators from before the cut again: those in the code of a call that has not ended.
+They do not run a call that has ended, because they receive its result, unless it is constant
+(`planner.model.repeated_code`). After a cut at position 13, `h + 1` would run again if later code read y.
 """
 
 from dataclasses import dataclass, field

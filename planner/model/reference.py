@@ -13,8 +13,7 @@ The loop uses no code of the executor. It differs from a usual loop in two ways,
 
 In each step, the state is written to a file after the backward and after the optimizer's update.
 
-The model's code may do something else in a later step: at its tenth call, or when values have grown. So the loop can
-add late steps (`ReferenceOptions.late_steps`).
+Late steps (`ReferenceOptions.late_steps`) run code that acts only later: at its tenth call, or when values have grown.
 """
 
 import math

@@ -13,8 +13,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 def whole_mini_batch_statistics(model: nn.Module) -> Iterator[None]:
     """Update running statistics of batch normalization once for a mini-batch.
 
-    The micro-batches run in the `with` block. At its end, the statistics of each layer are updated with the mean and
-    the unbiased variance of the layer's inputs in all micro-batches.
+    At the end of the `with` block, each layer's statistics are updated with the mean and the unbiased variance of its
+    inputs in the block, in all micro-batches.
     """
     norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.training and m.running_mean is not None]
     before = {norm: {name: buffer.clone() for name, buffer in norm.named_buffers()} for norm in norms}

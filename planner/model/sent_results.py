@@ -9,7 +9,8 @@ stage before the cut sends the sum. In later stages, the addition is replaced by
 
 Without sent results, x0, r0 and r1 would cross this cut. With x1 and x2 as sent results, only x2 crosses it.
 
-Random numbers are always sent. Any other result is sent only if this reduces the bytes that cross the cut.
+Random numbers are always sent. Any other result is sent only if fewer bytes then cross the cut, or equally many and the
+later stages need fewer parameters and buffers.
 """
 
 from bisect import bisect_right

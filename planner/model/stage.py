@@ -1,9 +1,9 @@
 """Run a stage of a model that is not a Sequential: the model's own forward, in which only the stage's layers run.
 
-Modules of earlier stages do not run. If the model's code calls one of them, the call returns the received tensors if
-the stage needs the result. Otherwise the call returns a tensor without values (`ghosts.py`). Parameters of other stages
-that the model's own code uses are also replaced by tensors without values. The stage checks that its outputs do not
-depend on tensors without values.
+Modules of earlier stages do not run, unless their calls are constant (`planner.model.repeated_code`). If the model's
+code calls such a module, it gets the received tensors, or tensors without values if the stage does not need the result
+(`planner.model.ghosts`). Parameters of other stages that the model's own code uses are also replaced by tensors without
+values. The stage checks that its outputs do not depend on tensors without values.
 
 The forward ends after the stage's last module. The modules are modified only while a stage runs.
 """

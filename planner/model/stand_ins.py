@@ -1,8 +1,8 @@
 """Stand-ins for tensors that a stage does not have: ghosts, zeros, and outputs that cannot be read.
 
 Outputs of the model that the loss did not read when the model was recorded (hidden states, attentions, encoder states)
-are not sent from stage to stage. The last stage returns stand-ins for them, which have a shape and no values. Code that
-reads a stand-in raises an error that names the output.
+are not sent from stage to stage. If the last stage cannot compute them, it returns stand-ins, which have a shape and no
+values. Code that reads a stand-in raises an error that names the output.
 """
 
 from collections.abc import Iterator, Sequence

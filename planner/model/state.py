@@ -1,6 +1,6 @@
 """Locate the state that a forward of layers may change.
 
-Running statistics of batch normalization are excluded, because the executor updates them once per mini-batch
+Running statistics of batch normalization are listed too, but the executor changes them only once per mini-batch
 (`planner.model.batch_norm`).
 """
 

@@ -1,8 +1,7 @@
 """Undo changes of Python state by a forward that is not part of training, such as a recorded one.
 
 A forward may change tensors and counters in attributes of modules, in module-level variables, in class attributes and
-in closures. When training begins, all of these must have the values that they had after the model was built.
-Otherwise training would differ from a plain loop.
+in closures. Training must begin with the values after the build, as a plain loop does.
 """
 
 from collections import deque
