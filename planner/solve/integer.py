@@ -63,8 +63,7 @@ _METHOD: Final = "integer-programming"
 _EQUAL: Final = 1e-6
 _SCALED_STEP: Final = 1000.0
 _MAX_TERMS: Final = 1_000_000
-"""Largest total number of layers of all possible stages. PuLP takes microseconds for each layer of each stage, so
-larger programs are refused."""
+"""Largest total number of layers of all possible stages. PuLP takes microseconds for each, so more are refused."""
 
 
 def search_integer_program(case: Case, *, upper_us: float = inf, deadline: Deadline = NEVER) -> Answer:

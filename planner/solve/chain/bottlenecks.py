@@ -1,8 +1,8 @@
 """Branch and bound over the bottlenecks of a plan under GPipe: its largest forward time and its largest backward time.
 
 Most of a step is (M-1) times the largest forward and the largest backward time of any stage or link. The dynamic
-program spends most of its time on partial plans that differ in these two times. The search therefore divides the plane
-of the two times into boxes. A box contains the plans whose largest times are between its two corners:
+program spends most of its time on partial plans that differ in these two times. The search therefore divides their
+plane into boxes. A box contains the plans whose largest times are between its two corners:
 
     backward  |_______________________
               |      |        |           T       step time of a plan in the box
@@ -13,16 +13,13 @@ of the two times into boxes. A box contains the plans whose largest times are be
               +-----------------------    T >= (M-1) f + (M-2) x + P
                         forward
 
-P is the minimum over partitions in which no stage or link takes more time than the upper corner. It is computed as a
-shortest path. The lower bound of T leaves out the backward of the last micro-batch, whose time depends on
-recomputation.
+P is a shortest path over all stages and links that take at most the times of the upper corner. The lower bound of T
+leaves out the backward of the last micro-batch, whose time depends on recomputation.
 
-Within a box, partial plans hardly differ. If there are few of them, the dynamic program solves the box; otherwise the
-box is divided in two. The box with the smallest lower bound is searched first. No plan in another box can be faster
-than this lower bound.
+Within a box, partial plans hardly differ. If there are few, the dynamic program solves the box; otherwise it is divided
+in two. The box with the smallest lower bound is searched first. No plan in another box can be faster than this bound.
 
-Complexity: O(K L W) for each box, with K stages, L layers and W layers in the longest stage; a few dozen boxes for an
-optimum, fewer for a small gap.
+Complexity: O(K L W) for each of a few dozen boxes, with K stages, L layers and W layers in the longest stage.
 """
 
 from heapq import heappop, heappush
@@ -36,11 +33,10 @@ from planner.solve.deadline import NEVER, Deadline
 from planner.solve.space.problem import NO_LIMIT, Bottlenecks, ChainProblem
 
 _MOST_LABELS, _ENOUGH_LABELS = 400, 5000
-"""Limits on partial plans in the dynamic program of a `_Box`: with equally many stages, and in total. If both are
-exceeded, the box is divided."""
+"""Limits on partial plans of a `_Box`, with equally many stages and in total. If both are exceeded, it is divided."""
 
 _GROWTH = 1.5
-"""Growth of the limit `_ENOUGH_LABELS` with each division of a `_Box`, because not all boxes become easier."""
+"""Factor of `_ENOUGH_LABELS` for each division that led to a `_Box`, because some boxes do not become easier."""
 
 _SMALLEST = 1e-9
 """A `_Box` is not divided if its ranges of forward and backward times are at most this share of its largest time."""

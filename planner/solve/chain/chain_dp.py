@@ -1,16 +1,15 @@
 """Dynamic program for the best cuts of a chain of layers, for a given number of micro-batches.
 
 The search adds stages from the last to the first. A partial plan has stages for the layers i..L-1. The dynamic program
-has a state for each partial plan: a few values such as its longest backward time (`recurrences.py`). Under 1F1B, it
-minimizes a lower bound of the step time. Among partial plans with the same first layer and number of stages, the search
-drops dominated ones. Three rules keep the number of partial plans small, and never drop the best plan:
+has a state for each partial plan: a few values such as its longest backward time (`recurrences.py`). Under 1F1B, the
+search minimizes a lower bound of the step time. It drops dominated plans among partial plans with the same first layer
+and number of stages. Three rules keep the number of partial plans small, and never drop the best plan:
 
 - A partial plan is dropped if its lower bound does not beat the best complete plan. The bound consists of the times of
   its stages, the work of the earlier layers, and the smallest possible bottlenecks of the earlier layers.
 - A bottleneck is the largest forward or backward time of any stage or link. If the bottleneck of a partial plan is
   below the lower bound for all complete plans, the search replaces it by this bound. More partial plans are then equal.
-- The tables leave out stages that are so long that no plan with such a stage can beat the best plan found so far
-  (`max_stage_layers`).
+- The tables leave out stages that are too long for a plan that beats the best complete plan (`max_stage_layers`).
 
 
     later stages    partial plans, drawn as their stages                 K = 3, L = 8
@@ -67,9 +66,7 @@ class _PartialPlans(NamedTuple):
     bound: FloatArray
     """Lower bound of the step time of every complete plan that contains the partial plan."""
     rank: FloatArray
-    """Lower bounds of the values that rank complete plans, such as the step time; smaller is better.
-
-    The bounds apply to all complete plans that contain the partial plan. Shape (values, partial plans)."""
+    """Lower bounds of `ChainCuts.rank` of all complete plans that contain the partial plan, shape (values, plans)."""
 
     def take(self, index: IndexArray) -> "_PartialPlans":
         fields: list[Any] = [field.take(index, axis=-1) for field in self]

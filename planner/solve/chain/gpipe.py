@@ -1,7 +1,4 @@
-"""Search for the optimal plan under GPipe.
-
-Among equally fast plans, the one with the lowest peak memory wins.
-"""
+"""Search for the optimal plan under GPipe, and for the best of equally fast plans."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,19 +21,18 @@ _EQUAL = 1e-9
 _FEW_LABELS = 4
 
 _MOST_TO_TELL_APART = 150_000
-"""Number of layers times stages, above which only the most promising of equally fast plans are compared."""
+"""Largest number of layers times stages, up to which all equally fast plans are compared, not only the best few."""
 
 _MOST_TIED_LABELS = 3000
 """Number of partial plans with equally many stages, above which equally fast plans are not compared."""
 
 _FIRST_WINDOW = 1.5
-"""First limit on the time of a stage in the tables. It is a multiple of the mean work of a device, or of the slowest
-layer's time if that is longer. `TableWidth.widen` raises the limit."""
+"""Limit on stage times in the first tables: multiple of a device's mean work, or of the slowest layer if longer."""
 
 
 @dataclass(slots=True)
 class TableWidth:
-    """Largest number of layers of a stage that a search considers. The search increases it step by step."""
+    """Width of a search's tables, which grows step by step."""
 
     case: Case
     width: int = 0
@@ -112,7 +108,7 @@ def _faster(best: ChainCuts | None, other: ChainCuts | None) -> ChainCuts | None
 
 
 def gpipe_searches(case: Case, width: int, deadline: Deadline) -> Iterator[BottleneckSearch]:
-    """Yield searches for the fastest partition. Together, the searches cover every number of stages.
+    """Yield searches for the fastest partition, which together cover every number of stages.
 
     Args:
         case: Layers, devices and schedule to plan for.

@@ -1,8 +1,8 @@
 """Search for the fastest partition under 1F1B, with one stage per device.
 
 The dynamic program with `OneForwardOneBackwardRecurrence` gives a lower bound of each partition's step time. The search
-first improves a few good partitions by moving one cut at a time. The dynamic program then lists all partitions whose
-lower bound is below the best step time found, including dominated ones. The search simulates these partitions:
+first improves a few good partitions by moving one cut at a time. It then simulates all partitions whose lower bound is
+below the best step time found, including dominated ones:
 
         no partition             simulate the partitions           partitions are slower
     |--------------------|--------------------------------------|------------------------>  lower bound of a partition
@@ -29,8 +29,7 @@ from planner.solve.space.problem import ChainProblem
 from planner.solve.space.tables import NO_CHOICE
 
 _ORDER, _FIRST_ORDER = 3, 10
-"""Time to compute an action order, as a multiple of the time to simulate one batch of partitions. The second value is
-for an unlimited budget."""
+"""Time to compute an action order, in simulated batches of partitions: with a limited and with an unlimited budget."""
 
 _CELLS = 30
 """Number of table entries that take as long to compute as one simulated action."""

@@ -1,8 +1,8 @@
 """States of the dynamic program over cuts, from which the step times of plans are computed.
 
 The dynamic program adds stages from the last to the first. A partial plan has stages for the layers i..L-1. Its state
-is a few values; a smaller value is never worse. The recurrence of a schedule computes the new state when a previous
-stage is added. It also bounds the step time of every complete plan that contains the partial plan:
+is a few values; a smaller value is never worse. The recurrence of a schedule computes the state after a previous stage
+is added, and bounds the step time of every complete plan that contains the partial plan:
 
     layers    0 ........ h-1 | h ...... i-1 | i ................ L-1
             earlier layers   |    stage     |  partial plan: state
@@ -29,10 +29,9 @@ The letters are those of docs/cost-model.md:
     d   time of micro-batch M-1 through all stages and links, with waiting in the backward only
     u   time that the optimizer steps add to the step
 
-An added stage changes f, x and a by its F and B. It changes u to max(U, u - (F + q - R + 2 C)), because later stages
-have F + q - R + 2 C more time for their optimizer steps. Their last backward ends earlier, by C and q - R; the
-recomputation R runs before the gradient arrives. Their next step begins later, by F and C. The new d is q plus the
-larger of
+An added stage changes f, x and a by its F and B. It changes u to max(U, u - (F + q - R + 2 C)), because the optimizer
+steps of later stages have F + q - R + 2 C more time. These stages end C + q - R before the added stage, which runs R
+before the gradient arrives, and begin the next step F + C after it. The new d is q plus the larger of
 
     d + F               micro-batch M-1 arrives at the added stage
     a + (M-2) x         the added stage has finished the other micro-batches, if M > 1; with the new a and x
@@ -105,7 +104,7 @@ def _needs(*names: str) -> dict[str, BoundKind]:
 
 
 class Recurrence(Protocol):
-    """Recurrence of the dynamic program for one schedule. A partial plan has stages for the last layers only."""
+    """Recurrence of the dynamic program over cuts for one schedule."""
 
     size: int
     """Number of values in a state."""

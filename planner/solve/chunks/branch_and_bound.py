@@ -2,9 +2,9 @@
 
 In a partition, every layer belongs to one stage, and a stage has one recompute choice. The solution of the linear
 program may divide a layer between two stages, or a stage between two recompute choices. Branch and bound (Land and
-Doig, 1960) then replaces the linear program (a node) by several nodes with one more decision each. A decision is that a
-cut is before or after a layer, or that a stage has one recompute choice. The search continues with the node of smallest
-step time. The smallest step time of all remaining nodes is a lower bound for all partitions.
+Doig, 1960) then replaces the linear program (a node) by several nodes with one more decision each. A decision fixes on
+which side of a layer a cut is, or the recompute choice of a stage. The search continues with the node of smallest step
+time. The smallest step time of all remaining nodes is a lower bound for all partitions.
 
 The solver HiGHS solves the linear programs (`linear_program.py`). Without HiGHS, this bound is not available.
 """
@@ -24,8 +24,7 @@ _SAFE = 1e-6
 """Relative amount by which the lower bound is lowered: several times the tolerances of HiGHS."""
 
 _DOUBT = 1e-6
-"""Smallest undecided time at which the search branches, as a share of the work of all layers. A layer is undecided if
-the solution of the linear program divides it between stages or recompute options."""
+"""Branching ends if the smaller parts of divided layers take at most this share of the work of all layers."""
 
 _UNLIMITED = 2**31 - 1
 
@@ -36,8 +35,7 @@ class CutBound(NamedTuple):
     bound_us: float
     """Lower bound of the step time of all partitions, in microseconds."""
     cuts: IntArray | None
-    """Cuts of the solution, rounded to whole layers; shape (stages + 1,). None if the bound reaches the step time of a
-    known plan."""
+    """Cuts of the solution in whole layers, shape (stages + 1,); None if the bound reaches a known plan's step time."""
 
 
 class _CutSide(NamedTuple):
@@ -50,7 +48,7 @@ class _CutSide(NamedTuple):
 
 
 class _RecomputeOption(NamedTuple):
-    """Decision that a stage has one recompute choice."""
+    """Decision on the recompute option of a stage."""
 
     stage: int
     option: int | None
@@ -122,7 +120,7 @@ class BranchAndBound:
         return CutBound(self._in_us(root.step), cuts)
 
     def branch(self, upper_us: float, *, most_iterations: int, limit_s: float = inf) -> float:
-        """Return a lower bound of the step time of all partitions, in microseconds, by branching up to the limits.
+        """Branch until a limit is reached; return a lower bound of the step time of all partitions, in microseconds.
 
         The bound is at most `upper_us`. It is 0 if `solve` has found no bound.
 

@@ -1,8 +1,7 @@
-"""Raise a lower bound of the step time of several cases by linear programs.
+"""Lower bound of the step time of several cases, raised by linear programs.
 
-A case (`planner.solve.space.case`) is a choice of schedule and numbers of chunks, micro-batches and replicas. Only the
-smallest bound of any case counts. So linear programs are solved only for cases that have the smallest bound.
-
+A case (`planner.solve.space.case`) is a choice of schedule and numbers of chunks, micro-batches and replicas. Linear
+programs are solved only for cases that have the smallest bound, because only this bound counts.
 
 Complexity: about one CPU second, see `_MOST_WORK`.
 """
@@ -22,7 +21,7 @@ _MOST_WORK: Final = 1_500_000
 """Longest time of all linear programs together, as the number of simulated actions that take as long."""
 
 _EQUAL: Final = 1 + 1e-9
-"""Ratio of two bounds below which they count as equal."""
+"""Ratio up to which two bounds count as equal."""
 
 
 class _CaseBound(NamedTuple):

@@ -1,7 +1,7 @@
 """Local search over cuts with several stages per device, where a stage is recomputed whole or not at all.
 
-All moves of a cut are first simulated with the current recomputation. For the fastest moves, the search then chooses
-the recomputation again on devices whose stages change. Moves may also change the recomputation of one device.
+All moves of cuts are first simulated with the current recomputation. For the fastest moves, it is then chosen again on
+devices whose stages change. Moves may also change the recomputation of one device.
 
 Complexity: O(V K M) numpy operations for each batch of moves, with V chunks on each of K devices and M micro-batches.
 """
@@ -27,8 +27,7 @@ _FRUITLESS_FROM_BEST = 30
 """Number of restarts in a row without a better plan, after which `CutSearch.search_from` ends."""
 
 _PROMISING, _PROMISING_ALONE = 1.05, 1.25
-"""Largest ratio of a search's best step time to `Progress.upper_us` at which the search restarts: with a limited and
-with an unlimited budget."""
+"""Multiples of `Progress.upper_us` above which a search does not restart: with a limited and an unlimited budget."""
 
 
 class CutSearch(Descent[PartitionCandidate]):
@@ -41,9 +40,7 @@ class CutSearch(Descent[PartitionCandidate]):
     def search(self, starts: Sequence[IntArray], most_actions: int) -> None:
         """Improve several partitions by local search, and store the best plan found in `progress`.
 
-        Args:
-            starts: Cuts of each partition, shape (stages + 1,).
-            most_actions: Limit on simulated actions, in total.
+        `starts` has the cuts of each partition, shape (stages + 1,). At most `most_actions` are simulated.
         """
         is_bounded = self.progress.budget.is_bounded
         self.descend(

@@ -29,18 +29,18 @@ ROWS = 128
 """Default number of cut moves that a local search simulates together."""
 
 BATCH = 400
-"""Time to choose a batch of moves and their recomputation, in simulated actions."""
+"""Cost of one batch of moves in addition to their simulation, in simulated actions."""
 
 _SINGLE_STEPS, _STEPS = (-4, -2, -1, 1, 2, 4), (-2, -1, 1, 2)
 
 _ALL_LENGTHS = 8
-"""Numbers of consecutive cuts to move together: all numbers up to this one, then numbers that grow 1.5-fold."""
+"""Largest number up to which every number of consecutive cuts is moved together; larger numbers grow by half each."""
 
 _SHORT_SHARE = 2
-"""Divisor of the budget for short descents from all starts."""
+"""Divisor of the budget, for short descents from all starts together."""
 
 _SHORT_BATCHES = 6
-"""Short descents from all starts need a budget for at least this number of batches of moves per start."""
+"""Short descents from all starts are made only if the budget allows this number of batches of moves per start."""
 
 _PERTURBATIONS = 2, 8
 """Smallest and largest number of random moves before a restart."""
@@ -111,13 +111,13 @@ class Descent(ABC, Generic[CandidateT]):
     def descend(
         self, starts: Iterable[CandidateT], most_actions: int, *, most_restarts: int, promising: float = inf
     ) -> None:
-        """Improve each given partition, then repeatedly change the best result at random and improve it.
+        """Improve each start, then repeatedly change the best result at random and improve it.
 
         Args:
             starts: Partitions to start from.
             most_actions: Limit on simulated actions.
             most_restarts: Largest number of restarts in a row without a better plan.
-            promising: The search restarts only while its best step time is at most `promising * Progress.upper_us`.
+            promising: Multiple of `Progress.upper_us` above which the search does not restart.
         """
         begin, ordered = self.progress.budget.spent, sorted(starts, key=lambda start: start.rank)
         batches = most_actions // (2 * self.evaluator.num_actions + BATCH)

@@ -1,9 +1,8 @@
 """Cuts with the evenest work of devices, as a start for searches for cuts.
 
-In a long pipeline, a step takes about as long as the work of the busiest device. In a descent over simulated steps, a
-move that relieves one of several equally busy devices changes nothing. The descent in this module therefore minimizes
-the sum over devices of (work of the device) ** 24, which counts all busy devices. It ignores memory, transfers and
-recomputation, so it needs no simulation.
+If there are many micro-batches, a step takes about as long as the work of the busiest device. A move that relieves one
+of several equally busy devices then changes no simulated step. The local search in this module therefore minimizes the
+sum over devices of work ** 24. It ignores memory, transfers and recomputation, so it needs no simulation.
 """
 
 import random
@@ -26,7 +25,7 @@ _RESTARTS: Final = 30
 """Number of restarts from the best cuts after random moves."""
 
 _MOST_CELLS: Final = 8_000_000
-"""Limit on the number of cuts computed in one search. To compute this many takes some tenths of a second."""
+"""Limit on the number of cuts computed in one search: some tenths of a second."""
 
 _LEAST_GAIN: Final = 1e-9
 

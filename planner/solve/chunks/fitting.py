@@ -1,8 +1,8 @@
 """Choice of recomputation for given cuts, with several chunks per device.
 
-The memory of a device depends on the choices of its own chunks only. A combination of choices for the chunks of one
-device is minimal if it fits, but would not fit if one or more chunks recomputed less. A fastest plan uses a minimal
-combination on each device, because more recomputation never makes a step faster.
+The memory of a device depends on the choices of its own chunks only. A combination of choices is minimal if it fits but
+would not fit if one or more chunks recomputed less. A fastest plan has minimal combinations, because more recomputation
+never makes a step faster.
 
     V = 2 chunks, never (0) or always (2)     (0, 0)   (0, 2)   (2, 0)   (2, 2)
     fits?                                       no       yes      no       yes
@@ -20,7 +20,7 @@ from planner.core.cost.arrays import BoolArray, FloatArray, IntArray
 from planner.solve.space.partitions import Evaluator
 
 _MOST_COMBINATIONS = 81
-"""If a device has more combinations, only those that recompute its first chunks are tried."""
+"""If a device has more combinations, only those are tried in which its first chunks recompute, all in the same way."""
 
 
 class RecomputeFitter:
@@ -95,10 +95,9 @@ class RecomputeFitter:
         return np.array(combinations), np.array(over)
 
     def minimal_combinations(self, cuts: IntArray) -> BoolArray:
-        """Return True for the minimal combinations of recompute choices of each device.
+        """Return True for combinations that fit on a device, but would not fit if a stage recomputed less.
 
-        A combination is minimal if it fits, but would not fit if one or more stages recomputed less. `cuts` has the
-        shape (partitions, stages + 1), the result (partitions, devices, combinations).
+        `cuts` has the shape (partitions, stages + 1), the result (partitions, devices, combinations).
         """
         num_devices = self._evaluator.num_devices
         devices = np.repeat(np.arange(num_devices), len(cuts))

@@ -43,8 +43,7 @@ _SCALED_STEP = 1000.0
 """Approximate step time in the units of the linear program."""
 
 _MOST_LAYERS = 160
-"""Number of layers above which the linear program has no memory constraints, because the tables of all stages would be
-too large."""
+"""Largest number of layers for memory constraints. With more layers, the tables of all stages would be too large."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +82,9 @@ class RecomputeColumns(NamedTuple):
     """Variables and constraints of the linear program for the recomputation of one stage."""
 
     columns: list[dict[int, int]]
-    """For each recompute option, by layer: column of the variable (0 to 1) for the share of the layer to recompute."""
+    """For each recompute option, by layer: column of the variable for the layer's recomputed share (0 to 1)."""
     rows: dict[int, int]
-    """For each layer: row of the constraint that its recomputed share is at most the share that is in the stage."""
+    """For each layer: row of the constraint that limits its recomputed share to its share in the stage."""
 
 
 @dataclass(slots=True)
@@ -119,8 +118,8 @@ class LinearProgram:
 
     Args:
         evaluator: Evaluator for this number of devices.
-        reference_cuts: Cuts of any partition. The program limits memory only at the points in the step where this
-            partition may need most memory.
+        reference_cuts: Cuts of any partition. Memory is limited only at points in the step where this partition may
+            need most.
         scale_us: Approximate step time in microseconds, which sets the units of the program.
     """
 
@@ -134,7 +133,7 @@ class LinearProgram:
         self._add_cut_constraints()
         recomputing = evaluator.allowed[1:]
         self._choices = [[choice] for choice in recomputing]
-        """Indices into `CHOICES` of each option w."""
+        """For each option w, the recompute choices that it covers: indices into `CHOICES`."""
         if evaluator.case.policy == "layers":
             self._choices = [recomputing]
         self.recomputation = self._add_memory_constraints(reference_cuts)

@@ -1,10 +1,10 @@
 """Search for schedules with several stages (chunks) per device.
 
 The chunks of a device share its memory, so stages cannot be chosen one by one. If there are few partitions, all are
-simulated without recomputation. If a partition would be faster than the best one but does not fit, `fitting.py` finds
-the recompute choices to simulate. If there are many partitions, a local search (`cut_search.py`) starts from even cuts,
-from cuts that minimize the longest backward of any stage, and from cuts with the evenest work of devices
-(`even_loads.py`). The linear program (`linear_program.py`) and the work of all layers give the lower bound.
+simulated without recomputation. For those that would be the fastest but do not fit, `fitting.py` finds the recompute
+choices to simulate. If there are many partitions, a local search (`cut_search.py`) starts from even cuts, from cuts
+that minimize the longest backward of any stage, and from cuts with the evenest work of devices (`even_loads.py`). The
+linear program (`linear_program.py`) and the work of all layers give the lower bound.
 
 Complexity: O(V K M) numpy operations per 1024 simulated partitions, for V chunks on each of K devices and M
 micro-batches.
@@ -38,47 +38,44 @@ from planner.solve.space.partitions import Evaluator
 from planner.solve.space.prefixes import BoundKind, PrefixBounds
 
 _MOST_OF_SEARCH, _SHARE = 20_000, 4
-"""Limits of a descent that leaves devices unused, if the budget is limited: the descent may simulate `_MOST_OF_SEARCH`
-actions, but at most 1 / `_SHARE` of the actions left in the budget."""
+"""Limit on the simulated actions of a local search that leaves devices unused, if the budget is limited; and divisor of
+the budget for such a search or for a linear program."""
 
 _MANY_MICRO_BATCHES, _LARGE_SHARE = 4, 2 / 3
-"""Smallest ratio of micro-batches to devices at which searches have one more start, cuts with even work; and share of a
-limited budget that one descent may use at such ratios."""
+"""Ratio of micro-batches to devices from which searches also start from cuts with even work; and share of a limited
+budget that one local search may then use."""
 
 _MOST_OF_SEARCH_ALONE = 400_000
 """Limit on the simulated actions of one descent. Their simulation takes about half a second."""
 
 _LONG_STEP, _ROWS = 1000, 512
-"""Smallest number of actions of a long step, and number of cut moves to simulate together if the step is long. The
-simulation of 512 moves takes little longer than the simulation of 128."""
+"""Number of actions from which a step counts as long; and number of cut moves to simulate together for long steps, for
+which 512 moves take little longer than 128."""
 
 _MOST_OF_BOUND_ALONE = 400_000
-"""Longest time to solve a linear program with an unlimited budget, in simulated actions."""
+"""Longest time to solve a linear program, in simulated actions, if the budget is unlimited."""
 
 _MOST_FROM_BEST = 200_000
-"""Limit on the simulated actions of the local search that `improve_answer` starts from the partition of its answer."""
+"""Limit on the simulated actions of the local search from the partition of the given answer, in `improve_answer`."""
 
 _MOST_OF_BOUND, _ROWS_SQUARED = 10_000, 50
-"""Longest time to solve a linear program with a limited budget, as the number of actions that can be simulated in this
-time. For r rows, the time is that of r² / `_ROWS_SQUARED` actions."""
+"""Longest time to solve a linear program, in simulated actions, if the budget is limited; and divisor in the estimate
+r² / `_ROWS_SQUARED` of this time, for r rows."""
 
 _LARGE_BOUND = 100_000
-"""Linear programs that take at least as long as this number of simulated actions count as large. Branch and bound
-rarely raises their bounds."""
+"""Time of a linear program, in simulated actions, from which branch and bound rarely raises its lower bound."""
 
 _ITERATIONS = 20
 """Largest number of simplex iterations per row of a linear program."""
 
 _BRANCHED, _MOST_BRANCHED = 20, 10_000_000
-"""Limits of branch and bound: simplex iterations per row of the linear program, and iterations times rows. The second
-limit corresponds to half a second."""
+"""Limits of branch and bound: simplex iterations per row of a linear program; iterations times rows (half a second)."""
 
 _LEAST_S = 0.01
-"""Smallest time that the lower bound gets under a time limit, in seconds."""
+"""Shortest time limit for a lower bound, in seconds, if the request has a time limit."""
 
 _ORDER, _PEAK_POINTS = 2, 4
-"""Times to compute the action order, and the points in the step with peak memory, for one number of devices. The unit
-is the time to simulate one partition."""
+"""Time to compute an action order; and to find its points with peak memory. Unit: time to simulate one partition."""
 
 _CELLS = 5
 """Number of table entries that take as long to compute as one simulated action."""
@@ -131,12 +128,12 @@ def _branch_from_weakest(progress: Progress, bounds: list["_DeviceBound"]) -> No
 
 
 def improve_answer(answer: Answer, *, deadline: Deadline, descents: int = 0) -> Answer:
-    """Search longer for a faster plan; return the better answer.
+    """Search longer for a faster plan than that of `answer`; return the faster one.
 
     Args:
         answer: Answer with the partition from which a local search starts.
         deadline: Time at which the search stops.
-        descents: Number of further local searches. Each starts from the result of `start_cuts`, with a new random seed.
+        descents: Number of further local searches, each from the cuts of `start_cuts` with a new random seed.
     """
     start = answer.partition
     assert start is not None
@@ -272,7 +269,7 @@ def _rows(evaluator: Evaluator) -> int:
 
 
 def approximate_work(evaluator: Evaluator) -> int:
-    """Return how many actions can be simulated in the time that the linear program takes; an estimate."""
+    """Estimate the time that the linear program takes, in simulated actions."""
     # The time grows approximately with the square of the size.
     return approximate_num_constraints(evaluator) ** 2 // _ROWS_SQUARED
 
@@ -333,10 +330,7 @@ def _bound_limit_s(progress: Progress) -> float:
 
 
 def start_cuts(progress: Progress, evaluator: Evaluator) -> list[IntArray]:
-    """Return cuts from which searches start, such as even cuts.
-
-    If the request fixes the cuts, return only the fixed cuts.
-    """
+    """Return cuts from which searches start, such as even cuts; only the fixed cuts if the request fixes them."""
     case, num_stages = evaluator.case, evaluator.num_stages
     if case.rules.balance is not None:
         return [np.array([0, *np.cumsum(case.rules.balance)])]

@@ -44,11 +44,10 @@ RELATIVE = 1e-12
 """Relative difference above which a time counts as shorter. Rounding errors are smaller."""
 
 _FEW_CANDIDATES = 64
-"""Number of candidates kept in the first run of the dynamic program. The time of the best one is the time to beat in a
-second run."""
+"""Number of candidates kept in the first run of the dynamic program, which gives the time to beat in the second run."""
 
 _MANY_CANDIDATES = 1 << 16
-"""Number of candidates kept in a run that ignores time and finds any choice that fits."""
+"""Number of candidates kept in a run that ignores recomputation times, to find any choice that fits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +108,7 @@ class MemoryLimit(NamedTuple):
     weight: int
     """Number of micro-batches in flight."""
     peak: int
-    """Index of the field of `LayerPeaks` for the running pass; negative if no layer of the stage runs."""
+    """Index of the field of `LayerPeaks` for the running pass; -1 if no layer of the stage runs."""
 
     def room(self, peak: FloatArray | float) -> FloatArray:
         """Return the most bytes that one micro-batch may save, if the running layer needs `peak` bytes."""

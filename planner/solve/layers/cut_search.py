@@ -1,11 +1,10 @@
 """Local search over cuts, in which stages may recompute some of their layers.
 
-The search starts from the best plan that recomputes whole stages. All moves of a cut are first simulated with the same
-recomputed layers as before. For the fastest moves, `devices.py` then chooses the layers again on devices whose stages
-change.
+The search starts from the best plan that recomputes whole stages. All moves of cuts are first simulated with the same
+recomputed layers as before. For the fastest moves, `devices.py` then chooses the layers again.
 
-Complexity: O(V K M) numpy operations for each batch of moves, with V chunks on each of K devices and M micro-batches.
-In addition, layers are chosen for the fastest moves.
+Complexity: O(V K M) numpy operations for each batch of moves, with V chunks on each of K devices and M micro-batches,
+and the choice of layers.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,7 +25,7 @@ from planner.solve.space.case import Case, cuts_and_choices
 from planner.solve.space.partitions import Evaluator
 
 _MOST_PICKED = 4
-"""Number of moves, of each batch of moves, for which recomputation is chosen again: the most promising ones."""
+"""Number of most promising moves of a batch whose recomputation is chosen again."""
 
 _FRUITLESS = 8
 """Number of restarts in a row without a better plan, after which a search ends."""
@@ -52,7 +51,7 @@ class LayerCandidate(PartitionCandidate):
 def simulate_candidates(
     progress: Progress, evaluator: Evaluator, candidates: Sequence[LayerCandidate]
 ) -> list[LayerCandidate]:
-    """Simulate the candidates that fit into memory, and record the fastest one if it is the best so far.
+    """Simulate the candidates that fit into memory, and record the fastest one if it beats the best partition so far.
 
     Args:
         progress: Best partition so far, and budget of the search.
@@ -110,7 +109,7 @@ class CutAndLayerSearch(Descent[LayerCandidate]):
         Args:
             starts: Cuts to start from, each of shape (stages + 1,).
             most_actions: Limit on simulated actions.
-            initial: One more partition to start from, which recomputes whole stages; or None.
+            initial: One more start, a partition that recomputes whole stages; or None.
         """
         self.descend(self._starts(starts, initial), most_actions, most_restarts=_FRUITLESS if len(self.moves) else 0)
 

@@ -4,8 +4,8 @@ If all chunks are short, `subsets.py` lists the useful subsets of layers of each
 these subsets, all are compared. For other devices, `cheapest.py` chooses the layers of one chunk after the other. The
 memory limit of a chunk is then the limit of the device minus the memory of the other chunks.
 
-This search has two starts: whole stages, as `--recompute auto` chooses them; and layers, added in the order of bytes
-freed per time until the device fits.
+The choice by `cheapest.py` has two starts: whole stages, as `--recompute auto` chooses them; and layers, added in the
+order of bytes freed per time until the device fits.
 
 Complexity: O(V) runs of `cheapest.py` for a device with V chunks. Results are cached by device and cuts.
 """

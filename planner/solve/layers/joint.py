@@ -1,10 +1,9 @@
 """Search for cuts and recomputed layers together, for GPipe and 1F1B with one stage per device.
 
-Choosing the layers of a stage (`cheapest.py`) takes too long to do it for every possible stage. The dynamic program of
-`chain_dp.py` therefore runs with lower bounds of the recomputation times (`stage_times.py`). The layers of the stages
-in its solution are then chosen exactly, and the dynamic program runs again. This ends if all stages in the solution
-have exact times, because all other plans take at least their lower bound. Each round makes at least one more stage
-exact.
+Choosing the layers of every possible stage (`cheapest.py`) would take too long. The dynamic program of `chain_dp.py`
+therefore runs with lower bounds of the recomputation times (`stage_times.py`). The layers of the stages in its solution
+are then chosen exactly, and the dynamic program runs again. The rounds end if all stages in the solution have exact
+times, because all other plans take at least their lower bound. Each round makes at least one more stage exact.
 
 Under GPipe the last solution is the optimum. Under 1F1B its time is a lower bound for all partitions. Partitions with a
 lower bound below the best step time are then simulated, with exactly chosen layers. If there are too many, a local
@@ -44,8 +43,8 @@ _ORDER, _CELLS = 3, 5
 computed while one action is simulated."""
 
 _MOST_SOLVED, _FEW_SOLVED = 400, 40
-"""Largest number of stages whose recomputed layers are chosen before all remaining partitions are simulated: with an
-unlimited and with a limited budget. If more stages need a choice, a local search runs instead."""
+"""Largest number of stages to choose layers for, so that all remaining partitions are simulated: with an unlimited and
+with a limited budget. With more stages, a local search runs instead."""
 
 
 def search_gpipe_by_layers(case: Case, *, upper_us: float = np.inf, deadline: Deadline = NEVER) -> Answer:
@@ -92,7 +91,7 @@ def _best_cuts(case: Case, width: int, upper_us: float, deadline: Deadline) -> C
 def search_one_forward_one_backward_by_layers(progress: Progress, initial: Partition | None) -> None:
     """Search partitions under 1F1B, with recomputation chosen layer by layer.
 
-    `initial` is a partition to start from that recomputes whole stages, or None.
+    `initial` is a partition to start from, which recomputes whole stages; or None.
 
     Raises:
         OutOfTimeError: The deadline passed.

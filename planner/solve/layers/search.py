@@ -1,8 +1,7 @@
 """Search for plans in which stages may recompute some of their layers.
 
-The search starts from the best plan that recomputes whole stages, so its result is never slower than this plan. If
-there are few partitions, all of them are simulated without recomputation. Their times are lower bounds, because
-recomputation never makes a partition faster.
+The search starts from the best plan that recomputes whole stages, so its result is never slower. If there are few
+partitions, all are simulated without recomputation. Recomputation never makes them faster, so these are lower bounds.
 """
 
 from functools import partial
@@ -31,7 +30,7 @@ from planner.solve.space.partitions import Evaluator
 from planner.solve.space.tables import max_stage_layers
 
 _SHARE = 4
-"""Divisor of the budget left. The search may spend the quotient on choosing the layers of partitions one by one."""
+"""Divisor of the remaining budget, for choosing the layers of partitions one by one."""
 
 
 def search_layer_recomputation(

@@ -1,7 +1,6 @@
 """Time that every stage needs to recompute layers: lower bounds first, exact values for stages in good plans.
 
-`cheapest.py` finds the exact value for one stage. The lower bound is a fractional knapsack: layers are recomputed in
-the order of bytes freed per time until the stage fits.
+`cheapest.py` finds the exact value for one stage, and explains the lower bound, a fractional knapsack.
 """
 
 from typing import NamedTuple
@@ -17,9 +16,7 @@ from planner.solve.layers.cheapest import RELATIVE, LayerChoice, cheapest_recomp
 from planner.solve.space.tables import fill_stage_tables
 
 _MOST_RATIOS = 64
-"""Largest number of ratios of recomputation time to freed bytes that `least_recompute_us` tries.
-
-With fewer ratios, the lower bounds that the function returns are weaker."""
+"""Largest number of ratios of recomputation time to freed bytes in `least_recompute_us`. Fewer give weaker bounds."""
 
 
 class _DeviceKey(NamedTuple):

@@ -31,10 +31,7 @@ class LayerSubsets(NamedTuple):
 
     @classmethod
     def of(cls, layers: StageLayers, times_us: FloatArray) -> "LayerSubsets":
-        """Return the subsets of a stage's layers that may be worth recomputing.
-
-        The stage has at most `MOST_LAYERS` layers. `times_us` has the time to recompute each layer, in microseconds.
-        """
+        """Return the useful subsets of at most `MOST_LAYERS` layers; `times_us` is the time to recompute each layer."""
         trained = np.flatnonzero(layers.can_recompute)
         every = np.zeros((1 << len(trained), len(times_us)), dtype=np.bool_)
         every[:, trained] = (np.arange(len(every))[:, None] >> np.arange(len(trained))) & 1

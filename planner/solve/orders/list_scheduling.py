@@ -94,7 +94,8 @@ def follow_order(
         preferred: All actions of each device, in the preferred order; micro-batches of a stage ascend. A stage may run
             B for some micro-batches, and I and W for others.
         lookahead: Number of remaining preferred actions to choose from.
-        patience: Time that an action waits for an earlier action, as a multiple of the waiting action's duration.
+        patience: Longest wait for the input of an earlier preferred action, as a multiple of the duration of the action
+            that waits.
         limit_us: Longest allowed step time; the simulation stops when the order must exceed it.
 
     Returns:
@@ -127,7 +128,7 @@ class _ListScheduler(ABC):
         self.left = [*tables.free_bytes]
         """Memory that is left on each device."""
         self.idle_us = [inf] * num_devices
-        """Time that each device may still wait within the limit on the step time."""
+        """Time that each device may still wait without exceeding the limit on the step time."""
         if limit_us < inf:
             self.idle_us = [limit_us * (1 + _ROUNDING) - busy_us for busy_us in tables.busy_us]
         self.turns: list[tuple[float, int]] = []

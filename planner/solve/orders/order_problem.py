@@ -46,9 +46,9 @@ class SimulationTables:
     last_durations_us: Mapping[Letter, Sequence[float]]
     """Duration of the backwards of the last micro-batch, for each stage."""
     saved_us: Sequence[float]
-    """For each stage with split backwards, duration of I plus W minus duration of B; 0 for other stages."""
+    """For each stage, duration of I plus W minus B; 0 for stages with whole backwards."""
     last_saved_us: Sequence[float]
-    """For each stage with split backwards, duration of I plus W minus B of the last micro-batch; 0 for other stages."""
+    """For each stage, duration of I plus W minus B of the last micro-batch; 0 for stages with whole backwards."""
     down: Sequence[Route]
     """Route from each stage but the last to the next one."""
     up: Sequence[Route]

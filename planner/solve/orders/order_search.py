@@ -46,10 +46,10 @@ _CHECK_ORDERS = 1
 """Number of orders that can be made in the time of one check by the exact memory model."""
 
 _LOOKAHEAD = (3, 8, 20)
-"""Values to try for the argument `lookahead` of `follow_order`, with the orders from which the search starts."""
+"""Values for `lookahead` of `follow_order`. All are tried with the known orders; later only the first is used."""
 
 _RULES_SHARE, _PATIENCE_SHARE = 0.3, 0.3
-"""Probability that a change affects the rules instead of the order; and that a change of the rules affects patience."""
+"""Probability that a change affects the rules, not the order; and that a change of the rules affects `patience`."""
 
 _MERGE_SHARE = 0.2
 """Probability that a change of the order merges or splits backwards, if split backwards take longer than whole ones."""
@@ -85,7 +85,7 @@ class OrderSearch:
         self._least_us = least_period_us(problem) * (1 + 1e-9)
         self.best: SimulatedOrder | None = None
         self._is_exact = False
-        """True if orders are made without a memory limit. The search then continues only from orders that fit."""
+        """True if only the exact memory model limits memory. The search then continues only from orders that fit."""
         self.spent = 0
         """Number of actions scheduled or simulated so far."""
 
@@ -218,10 +218,7 @@ class _Tuning(NamedTuple):
 
 
 def least_period_us(problem: OrderProblem) -> float:
-    """Return an approximate lower bound of the step time of all orders.
-
-    The bound is not proven, because the memory of the stages is approximate.
-    """
+    """Return a lower bound of the step time of all orders. It is not proven, because stage memory is approximate."""
 
     def each(name: str) -> FloatArray:
         return np.array([[getattr(times, name) for times in problem.times]])

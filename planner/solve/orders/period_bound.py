@@ -114,8 +114,8 @@ def least_windows_us(
         micro_batches: Number of micro-batches.
         most_in_flight: Largest number of micro-batches in flight on each device's first stage, at least 1; shape
             (partitions, devices).
-        later_gradient_us: Input-gradient times of the stages that follow a device's first stage in the chain, shape
-            (partitions, stages). None to use `times.gradient_us`.
+        later_gradient_us: Input-gradient times to use for all stages after a device's first stage, shape (partitions,
+            stages). None to use `times.gradient_us`.
 
     Returns:
         Lower bounds in microseconds, shape (partitions, devices).

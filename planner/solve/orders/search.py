@@ -2,8 +2,8 @@
 
     cuts, recomputation  ->  action order for them  ->  cuts and recomputation improved under this order  ->  …
 
-The rounds end when a round brings no improvement. They start from even cuts, and from the best partition and the action
-orders of every named schedule with the same placement. If no order is faster, the result is a plan of a named schedule.
+The rounds end when one brings no improvement. They start from even cuts, and from the best partition and action orders
+of every named schedule with the same placement. If no order is faster, the result is a plan of a named schedule.
 """
 
 from collections.abc import Sequence
@@ -37,13 +37,13 @@ _ROUNDS = 6
 """Largest number of rounds from one partition. A round searches the action order, then the cuts under this order."""
 
 _SHARE = 6
-"""Ratio of the remaining budget to the budget of one search for cuts or for an action order."""
+"""Divisor of the remaining budget, for one search for cuts or for an action order."""
 
 _SHARE_FROM_BEST = 2
-"""Ratio of the remaining budget to the budget of one search that improves the action order of a given plan."""
+"""Divisor of the remaining budget, for one search that improves the action order of a given plan."""
 
 _OF_BOUND = 4
-"""The lower bound of all partitions is computed if this takes at most 1 / `_OF_BOUND` of the budget spent so far."""
+"""Divisor of the budget spent so far, for the time that the lower bound of all partitions may take."""
 
 
 def search_orders(
@@ -87,7 +87,7 @@ class _JointSearch:
         self._named = _named_schedule_evaluators(evaluator)
         self._known_orders = [named.actions for named in self._named]
         self._start: Rows | None = None
-        """Order of the plan from which the search starts."""
+        """Action order that the next search improves; None to search from known orders and rules."""
         self._order_share = _SHARE
         self._kinds: tuple[bool, ...] = (False, True)
 
