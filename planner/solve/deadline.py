@@ -39,7 +39,7 @@ class Deadline:
     best_us: float = inf
     """Step time of the best plan so far. A search ends when its lower bound reaches this time."""
     enough_us: float = inf
-    """Smallest lower bound of the request's earlier cases. A search need not raise its own bound above this time."""
+    """Smallest lower bound of earlier cases. Only the smallest counts, so a search need not raise its own above it."""
     watch: SearchObserver = UNWATCHED
 
     @classmethod

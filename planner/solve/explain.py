@@ -28,7 +28,7 @@ _MOST_DEVICES = 1024
 """Largest number of devices that a hint suggests."""
 
 _MOST_ACTIONS = 20_000
-"""Largest number of actions in a step for which hints are computed; hints must not take longer than the search."""
+"""Largest number of actions in a step for which hints are computed, so that they do not take longer than the search."""
 
 _ROUNDS = 100  # moves of a descent, at most
 

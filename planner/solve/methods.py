@@ -24,19 +24,19 @@ MOST_ACTIONS_OF_SEARCH: Final = 1_000_000
 the best plan, may simulate as many."""
 
 _NEAR: Final = 1.1
-"""Step time that a case must beat if its plan may be improved later, as a multiple of the fastest step time."""
+"""Multiple of the fastest step time that a case must beat, if a longer search may improve its plan."""
 
 NEARBY: Final = 1.1
-"""Multiple of the fastest step time up to which plans are improved. Longer searches made plans up to 17 % faster."""
+"""Multiple of the fastest step time up to which longer searches improve plans. They made plans up to 17 % faster."""
 
 _CLEARLY: Final = 1.01
 """Ratio of step times above which a plan with more chunks per device counts as slower."""
 
 _DESCENTS: Final = 2, 1, 0
-"""Largest numbers of further descents for the fastest plans, fastest first; other plans are not improved."""
+"""Number of local searches from new starts, for each of the fastest plans, fastest first. Only these are improved."""
 
 _LEVEL: Final = 1.03
-"""Multiple of the fastest plan's step time above which a plan gets no further descents (`_DESCENTS`)."""
+"""Multiple of the fastest step time above which a plan gets no local searches from new starts (`_DESCENTS`)."""
 
 
 def search_function_for(case: Case, request: Request, start: Answer | None) -> PlanSearch:
@@ -271,10 +271,7 @@ def _has_enough_chunks(case: Case, answers: Mapping[CaseKey, Answer]) -> bool:
 
 
 def lower_bound_of_case_us(case: Case, upper_us: float) -> float:
-    """Return a lower bound of the step time of all plans of a case.
-
-    Above `upper_us`, the bound need not be tight.
-    """
+    """Return a lower bound of the step time of all plans of a case. It may be weak if it is at least `upper_us`."""
     if case.bound_us >= upper_us or case.schedule.has_closed_form:
         return case.bound_us
     return max(case.bound_us, least_us_in_any_order(case))
@@ -283,14 +280,14 @@ def lower_bound_of_case_us(case: Case, upper_us: float) -> float:
 def named_lower_bound_us(cases: Sequence[Case], searched: SearchedCases, request: Request, deadline: Deadline) -> float:
     """Return a lower bound of the step time of all plans with a named schedule, that is, any schedule except `search`.
 
-    The bound is not computed, and 0 is returned, if the best plan is proven optimal, if the request fixes the schedule
-    or the cuts, or if `request.searches_longer` is False.
+    Return 0 if the best plan is proven optimal, if the request fixes the schedule or the cuts, or if
+    `request.searches_longer` is False.
 
     Args:
         cases: All cases of a request, including those with the schedule `search`.
         searched: Result of the search over these cases, with a plan.
         request: The request.
-        deadline: Limit on time; when it has passed, the bounds are those of the search.
+        deadline: Time limit for raising the bounds that the search found.
     """
     assert searched.best is not None
     upper_us, is_open = searched.best.step_us, request.inputs.schedule == "auto" and request.balance is None
@@ -316,7 +313,7 @@ def _us_to_beat(upper_us: float, case: Case, request: Request) -> float:
 
 
 def improve_fastest_answers(searched: SearchedCases, request: Request, deadline: Deadline) -> SearchedCases:
-    """Improve the fastest plans by further searches, unless the best plan is optimal; return the results."""
+    """Search longer from the fastest plans, unless the best plan is optimal; return the improved results."""
     best, answers = searched.best, dict(searched.answers)
     if best is None or searched.bound_us >= best.step_us:
         return searched
@@ -345,7 +342,7 @@ def fastest_schedules_us(answers: Iterable[Answer], most: int) -> dict[ScheduleN
 
 
 def key_without_schedule(case: Case) -> tuple[object, ...]:
-    """Return a key for a case without its schedule, but with the placement of stages on devices."""
+    """Return a key that is equal for cases that differ only in the schedule, but not in the placement of stages."""
     return CaseKey.of(case)._replace(schedule=GPIPE), case.schedule.placement
 
 

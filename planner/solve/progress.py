@@ -1,9 +1,8 @@
 """State of searches that simulate partitions: the best partition so far, the remaining budget, and the deadline.
 
-Only GPipe's step time has a closed form. Under all other schedules, the simulator computes it from the action orders. A
-search under these schedules computes a lower bound for all partitions and improves a few good partitions step by step.
-If few partitions have a lower bound below the best step time found, all of them are simulated, and the answer is
-optimal. Otherwise a gap remains.
+Only GPipe's step time has a closed form. Under other schedules it is simulated. A search computes a lower bound for all
+partitions, and improves a few good ones step by step. If few partitions have a lower bound below the best step time
+found, all of them are simulated, and the answer is optimal. Otherwise a gap remains.
 """
 
 from collections.abc import Callable
@@ -54,11 +53,10 @@ class SimulationBudget:
         return self._most_actions - self.spent
 
     def try_reserve(self, actions: int, tables: int) -> bool:
-        """Count the time to compute tables as spent, or return False if the budget is too small.
+        """Return True and count `tables` as spent, if `actions` also fit into the budget; else return False.
 
-        Args:
-            actions: Number of actions to simulate afterwards; they must fit into the budget, but are not spent yet.
-            tables: Time to compute the tables, as the number of simulated actions that take as long.
+        `tables` is the time to compute tables, in simulated actions. `actions` are simulated later. Without a limit,
+        the result is True and nothing is counted.
         """
         if not self.is_bounded:
             return True

@@ -41,8 +41,8 @@ class Request:
     time_limit_s: float | None = None
     """Seconds after which the search returns the best plan found, with its gap."""
     actions: int | None = MOST_ACTIONS_OF_AUTO
-    """Number of actions to simulate per schedule in the first search pass, if the schedule is `auto`. None to search
-    each schedule as long as if it were requested alone."""
+    """Number of actions to simulate per schedule in the first search pass, if the schedule is `auto`. None for the
+    default limits of the searches."""
     searches_longer: bool = True
     """True to improve the best plans for some more seconds."""
     lists: ListedSchedule | None = None

@@ -36,52 +36,46 @@ from planner.solve.request import Request
 from planner.solve.space.case import Case
 
 _FAR: Final = 1.12
-"""Limit on the step time of a case under named schedules, relative to the fastest plan. Above this limit, no action
-orders are searched for the case, because searches for action orders made plans at most 9.5 % faster."""
+"""Action orders are searched for a case only if a named schedule takes at most this multiple of the fastest step time:
+searches for orders made plans at most 9.5 % faster."""
 
 _CLOSE: Final = 1.05
-"""Limit on the step time of a case under named schedules, relative to the fastest plan, if a request has several
-tensor-parallel widths. Above this limit, no action orders are searched for the case."""
+"""Value of `_FAR` for requests with several tensor-parallel widths."""
 
 _CLEARLY: Final = 1.01
-"""Limit on the step time of the best plan with a named schedule, relative to the best plan with searched action orders.
-Above this limit, no action orders are searched from the plan with the named schedule."""
+"""Action orders are also searched from the best plan with a named schedule, if it takes less than this multiple of the
+step time of the best plan with searched orders."""
 
 
 _TIED: Final = 1.005
-"""Limit on the step time of a plan, relative to the fastest plan. Within this limit, action orders are also searched
-from this plan."""
+"""Action orders are searched from plans that take at most this multiple of the fastest step time."""
 
 _MOST_STARTS: Final = 2
-"""Largest number of plans from which searches for action orders start. The plans differ in more than the schedule."""
+"""Largest number of plans from which action orders are searched. If plans differ only in the schedule, one counts."""
 
 _MOST_ACTIONS_OF_CASE: Final = 200_000
 """Number of actions to simulate for one of several cases of a searched schedule."""
 
 _NEAREST_SCHEDULES: Final = 2
-"""Number of schedules that are searched again for longer: those with the fastest plans so far. For requests with
-several tensor-parallel widths."""
+"""Number of fastest schedules that are searched again for longer, if several tensor-parallel widths are possible."""
 
 _NEAREST_OF_WIDTH: Final = 3
-"""Number of schedules that are searched again for longer: those with the fastest plans so far. For requests with
-only one tensor-parallel width."""
+"""Number of fastest schedules that are searched again for longer, if one tensor-parallel width is possible."""
 
 _LONG_BUDGET: Final = 3
-"""Number of simulated actions in the second search of a schedule, as a multiple of the number in the first search. The
-second search has one case, which may use half of these actions."""
+"""Multiplier of `Request.actions` in the second search of a schedule. Its only case may use half of these actions."""
 
 _FIRST_BUDGET: Final = 5
-"""Divisor of each schedule's number of simulated actions, in the first pass over widths."""
+"""Divisor of `Request.actions` in the first pass over widths."""
 
 _MOST_RANKED: Final = 2
-"""Number of combinations of width, replicas and M for which action orders are searched."""
+"""Number of combinations of width, replicas and M for which action orders are searched: those of best estimates."""
 
 _MOST_IMPROVED: Final = 2
 """Number of plans whose action orders are searched again, if several tensor-parallel widths are possible."""
 
 _SHORT_BUDGET: Final = 6
-"""Divisor of each schedule's number of simulated actions, in the second pass. This pass uses only the width, replicas
-and M of the best plan of the first pass."""
+"""Divisor of `Request.actions` in the second pass, which has only the width, replicas and M of the best plan so far."""
 
 _MOST_ACTIONS_OF_RANKED: Final = 2_400_000
 """Number of actions to simulate for all widths, replicas and M of one schedule."""
@@ -93,8 +87,8 @@ MOST_WORK: Final = 20_000
 def solve(profile: Profile, request: Request, *, tables: WidthTables | None = None, breaks_ties: bool = True) -> Plan:
     """Return the plan with the smallest step time under the memory limits.
 
-    Among equally fast plans, the one with the lowest peak memory is returned, then with the fewest bytes moved, then
-    with the most equal stages. So the same request always gets the same plan.
+    Of equally fast plans, return the one with the lowest peak memory, then with the fewest bytes moved, then with the
+    most equal stages. So the same request always gets the same plan.
 
     Args:
         profile: The profile to plan for.

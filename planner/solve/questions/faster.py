@@ -15,12 +15,10 @@ MOST_HINT_S: Final = 5.0
 """Time limit of the search for a hint, in seconds."""
 
 _LEAST_ACTIONS, _MOST_ACTIONS = 20_000, 300_000
-"""Smallest and largest limit on simulated actions per schedule. The search for a faster schedule usually takes about
-0.2 seconds. The search for a plan with replicas uses the largest limit."""
+"""Smallest and largest limit on simulated actions per schedule. The search with replicas always uses the largest."""
 
 _ACTIONS_OF_LAYER, _ACTIONS_OF_STEP = 200, 60
-"""Numbers of actions to simulate per schedule: for each layer; for each pair of a device and a micro-batch. The larger
-total counts."""
+"""Number of actions to simulate per layer; or per pair of device and micro-batch, if this total is larger."""
 
 _LONGER = 2
 """Multiplier of the number of simulated actions, if the requested schedule gains from a longer search."""
@@ -43,9 +41,8 @@ def find_faster_schedule_plan(
         time_limit_s: Time limit of the search in seconds.
 
     Returns:
-        The plan; None if the search finds none, or if there is no search: the cuts are given, the schedule was not
-        fixed, only the requested schedule supports the options, the device is a TPU, or there are too many layers and
-        devices.
+        The plan; None if the search finds none. None without a search if the cuts are given, the schedule is `auto`,
+        no other schedule supports the options, the device is a TPU, or there are too many layers and devices.
     """
     inputs = plan.inputs
     if inputs.schedule == "auto" or plan.solver.status == "given":
@@ -73,7 +70,7 @@ def _short_request(
 
 
 def plan_with_replicas(profile: Profile, plan: Plan, *, micro_batches: int | None = None) -> Plan | None:
-    """Return a faster plan with several replicas, if a short search finds one for a plan that leaves devices unused.
+    """Return a faster plan with several replicas, if `plan` leaves devices unused and a short search finds one.
 
     Args:
         profile: The profile to plan for.
@@ -81,8 +78,8 @@ def plan_with_replicas(profile: Profile, plan: Plan, *, micro_batches: int | Non
         micro_batches: Number of micro-batches, if the request fixed it; else None.
 
     Returns:
-        The plan; None if the search finds none, or if there is no search: no device is unused, replicas were requested,
-        the cuts are given, or there are too many layers and devices.
+        The plan; None if the search finds none. None without a search if no device is unused, the request fixes the
+        replicas or the cuts, or there are too many layers and devices.
     """
     inputs = plan.inputs
     if inputs.replicas != 1 or plan.num_gpus >= inputs.devices:

@@ -1,7 +1,4 @@
-"""Insight into a plan: its bottleneck, gains from more memory, devices or bandwidth, and effects of measurement noise.
-
-To compute a gain, the solver searches again with one change of the plan's request, such as more memory.
-"""
+"""Insight into a plan: bottleneck, gains from more memory, devices or bandwidth, and effects of measurement noise."""
 
 from collections.abc import Iterator
 from dataclasses import replace

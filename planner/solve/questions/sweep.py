@@ -1,8 +1,8 @@
 """Best plans for clusters with several numbers of equal devices, from few searches.
 
-If the best plan of a larger cluster fits a smaller cluster, it is also the best plan there, because the smaller cluster
-allows fewer plans. If no plan fits the larger cluster, none fits the smaller one. Clusters are therefore solved from
-the largest to the smallest, and a search is skipped if its answer is already known.
+If the best plan of a larger cluster fits a smaller one, it is also the best plan there, because the smaller cluster
+allows fewer plans. If no plan fits the larger cluster, none fits the smaller one. Larger clusters are solved first, and
+a search is skipped if its answer is already known.
 """
 
 from collections.abc import Callable, Sequence

@@ -13,8 +13,8 @@ Every layer is on one device. For q = 0, 1, …, some device therefore has at le
 
     T >= M * sum of F + B over the q + 1 shortest of these q K + 1 layers
 
-A layer that is not recomputed occupies `a` bytes during D, for each micro-batch. All layers together need at most the
-free memory of all devices, times T. They compute at most for the time T on all devices:
+A layer that is not recomputed occupies `a` bytes during D, for each micro-batch. The sum of a D is at most the free
+memory of all devices times T, and the sum of all work is at most the time T on all devices:
 
     T * (sum of limits - sum of parameters, gradients, optimizer states) >= M * sum of (1 - r) a D
     T * sum of speeds >= M * sum of (F + B + r F) + sum of optimizer steps

@@ -154,7 +154,7 @@ class Case:
     def ideal_us(self) -> float:
         """Estimate of the step time for stages of equal work, without recomputation and transfers.
 
-        The estimate includes the bubble of 1F1B, or no bubble if the schedule splits backwards.
+        It includes the bubble of 1F1B, or no bubble if the schedule splits backwards.
         """
         if self.schedule.splits_backward:
             return self.bound_us

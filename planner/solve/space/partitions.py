@@ -48,8 +48,7 @@ _WIDEST = 6
 class Evaluator:
     """Computation of step time and memory for many partitions at once, all on `num_devices` devices.
 
-    Cuts have shape (partitions, stages + 1). Recompute choices of the stages are indices into `CHOICES` and have shape
-    (partitions, stages).
+    Cuts have shape (partitions, stages + 1). Recompute choices are indices into `CHOICES`, shape (partitions, stages).
     """
 
     def __init__(self, case: Case, num_devices: int, *, width: int | None = None) -> None:
@@ -122,11 +121,11 @@ class Evaluator:
     def durations(
         self, cuts: IntArray, choices: IntArray
     ) -> tuple[StageBusyTimes, SplitBackwardTimes, FloatArray, FloatArray]:
-        """Return times in microseconds, shape (partitions, stages).
+        """Return the times of stages, transfers and optimizers, in microseconds.
 
         Returns:
-            Stage times with whole backwards; stage times with split backwards; transfer times; and, with shape
-            (partitions, devices), times of all-reduces and optimizer steps.
+            With shape (partitions, stages): stage times with whole backwards, stage times with split backwards, and
+            transfer times. With shape (partitions, devices): times of all-reduces and optimizer steps.
         """
         busy, crossing, own = self._times(cuts, choices)
         return busy, self._split_backward_times(busy, cuts), crossing, own
@@ -207,8 +206,8 @@ class Evaluator:
 
         Returns:
             Permanent bytes, shape (partitions, stages); bytes of each kind of allocation (`PARTS`), shape (partitions,
-            stages, kinds); and True for each stage whose bytes are valid. They are invalid if the stage has more than
-            `self.width` layers, or a choice outside of `CHOICES`.
+            stages, kinds); and False for stages with more than `width` layers or a choice outside of `CHOICES`, whose
+            bytes are invalid.
         """
         stages, inside = self._bytes_of_stages(cuts, choices)
         return stages[..., 0], stages[..., 1:], inside
@@ -252,7 +251,7 @@ class Evaluator:
 
         Returns:
             Bytes of every stage without recomputation, as entries [end, width - n] for the n layers before layer `end`;
-            and the most bytes that recomputing each layer frees.
+            and, for each layer, the most bytes that its recomputation frees.
         """
         costs, every = self.case.costs, self._any_by_layers
         runs = bool((every.peak[counts > 0] >= 0).any())

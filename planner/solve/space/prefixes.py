@@ -31,7 +31,7 @@ class BoundKind(NamedTuple):
 
 
 class PrefixBounds:
-    """For the layers before each cut, lower bounds of values such as the longest stage time.
+    """Lower bounds of values such as the longest stage time, for the layers before each cut.
 
     Args:
         problem: Layers, and the stages that a partition may have.
@@ -44,7 +44,7 @@ class PrefixBounds:
         cells = len(problem.tables[0]) * (problem.num_layers + 1) * problem.width
         is_once = problem.is_uniform and cells <= _MOST_AT_ONCE
         self.shared_stages = self.stages(0, np.arange(problem.num_layers + 1)) if is_once else None
-        """Stages that end at each cut; None if they depend on the number of later stages, or are too many to store."""
+        """Stages that end at each cut; None if they differ by the number of later stages, or are too many to store."""
         self.least = self._least_of_prefixes()
         """Lower bounds by name; entry [r][i] is for layers 0..i-1 in at most r stages, or exactly r if
         `ChainProblem.exact`."""

@@ -16,7 +16,7 @@ class StageTimeArrays(NamedTuple):
     """Times of stages as arrays: one row per cut at which the stages end, one column per first layer.
 
     Times are in microseconds, for one micro-batch. They include the executor's overhead, and the time to receive over
-    blocking links. They are infinite for entries without a stage.
+    blocking links. Entries without a stage are infinite.
     """
 
     first: IntArray

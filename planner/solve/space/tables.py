@@ -1,7 +1,6 @@
 """Tables of the stages that each device can run, with the fastest recomputation that fits.
 
-A stage's memory does not depend on the cuts between other stages. So the fastest recomputation that fits is the best
-one for each stage.
+A stage's memory does not depend on the cuts of other stages, so the fastest recomputation that fits is always the best.
 
 A table has a row for each possible end of a stage (one past its last layer), and `width` columns. The last column has
 the stages of one layer, column 0 the stages of `width` layers. Longer stages are not in the table.
@@ -73,7 +72,7 @@ class MemoryTable:
         return smallest
 
     def most_bytes(self) -> float:
-        """Return the largest peak of the stages without recomputation, in bytes; infinite if all must recompute."""
+        """Return the largest peak of stages without recomputation, in bytes; infinite if the policy forbids them."""
         if 0 not in self.totals:
             return np.inf
         fastest = self.totals[0]
@@ -105,7 +104,7 @@ def fill_stage_tables(
         tables: Tables to fill, shape (layers + 1, width). Entries with n > end keep their value.
         block: Function `block(firsts, stop)` that returns an array for each table: one row for each first layer, and
             one column for each end from `firsts[0] + 1` to `stop`.
-        by_length: True if the columns are for stages of 1 to `width` layers instead.
+        by_length: True if `block` returns one column for each stage length from 1 to `width`, not for each end.
     """
     num_layers, width = tables[0].shape[0] - 1, tables[0].shape[1]
     rows = max(1, _MOST_BY_LENGTH // width if by_length else min(_MOST_ENTRIES // (width + 64), 64 + width // 2))
