@@ -5,8 +5,8 @@
     last stages of replicas 0 to R - 1, all-reduce       phase, step, number of samples or tokens in the loss
 
 K is the number of devices of a pipeline, R the number of replicas. Between ranks in different phases, a transfer would
-fail, often on a rank without fault, or never end. So each rank first compares a few numbers with the previous rank. The
-first rank that differs reports the difference.
+fail, often on a rank without fault, or never end. So each rank first compares a few numbers with the previous rank, and
+the first rank that differs reports the difference.
 """
 
 from collections.abc import Sequence
@@ -77,7 +77,7 @@ class _BegunPhase(NamedTuple):
 
 
 class PhaseAgreement:
-    """Check that all ranks begin the same phase: a step, an evaluation, a checkpoint, or the end of the loop.
+    """Comparison of the phases that all ranks begin: a step, an evaluation, a checkpoint, or the end of the loop.
 
     Args:
         place: Place of this process in the job.

@@ -17,9 +17,9 @@ Tensors of stage s and micro-batch m, from the instruction that stores them to t
     _gradients[s, m]     B or I          send                   gradient of the stage's input
     _losses[m]           F               end of step            last stage only
 
-Every device gets the loss of the step, together with gradients from another device (`_messages_with_loss`).
+All other devices get the loss of the step from the last stage, together with gradients (`_messages_with_loss`).
 
-The planner computes costs from the same instruction lists, so this module has no code for any particular schedule.
+The planner computes costs from the same instruction lists. This module has no code for particular schedules.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -78,16 +78,16 @@ class EngineStage:
     """Tensors for the next stage, or the loss; on the meta device."""
     timer: ActionTimer
     last_backward: Callable[[Mapping[nn.Parameter, int] | None], AbstractContextManager[object]] = nullcontext
-    """Function that returns a context manager for the last backward (B or W) of the stage in a step.
+    """Function that returns a context manager for the stage's last backward (B or W) in a step.
 
-    The argument of the function is the number of additions to each gradient in this backward, or None if unknown."""
+    Its argument is the number of additions to each gradient in this backward; None if unknown."""
 
 
 class _StageAction(NamedTuple):
     stage: EngineStage
     message: Message
     activity: str
-    """Text about this action, for messages of the failure watch."""
+    """Name of this action in messages of the failure watch."""
     source: int | None
     """Stage whose message this action needs, if any."""
     target: int | None

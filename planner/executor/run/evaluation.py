@@ -1,7 +1,7 @@
 """Run micro-batches through the stages of a process without gradients.
 
-The engine is not used, because forwards alone need no schedule. The number of micro-batches is arbitrary. A process
-holds at most one received and one sent micro-batch.
+Forwards alone need no schedule, so the engine is not used. The number of micro-batches is arbitrary. A process holds at
+most one received and one sent micro-batch.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -44,7 +44,7 @@ class MetricsCollector:
         self._outputs: list[Any] = []
         self.samples = 0
         self.sums: dict[str, float] = {}
-        """Sum of each metric over the samples seen."""
+        """Sum of each metric over all observed samples."""
 
     def observe(self, size: int, targets: Sequence[Any], micro_batch: int, output: Any) -> None:
         """Add the metrics of one micro-batch's output, and keep the output if requested.
@@ -71,10 +71,7 @@ class MetricsCollector:
         self.samples += size
 
     def outputs(self) -> Any:
-        """Return all kept outputs, concatenated along their first dimension; None if no outputs were kept.
-
-        Scalars are stacked.
-        """
+        """Return the kept outputs, concatenated along their first dimension (scalars stacked); None without outputs."""
         if not self._outputs:
             return None
         return tree_map(_together, *self._outputs)
@@ -116,10 +113,9 @@ class ForwardRunner:
         return losses
 
     def _order(self, micro_batches: int) -> Iterator[tuple[int, int]]:
-        """Yield (index of the stage among this process's stages, micro-batch) for every forward, in order.
+        """Yield (index among this process's stages, micro-batch) for every forward, in order.
 
-        If the process has several stages, each runs K micro-batches before the next one does. K is the number of
-        devices.
+        Several stages take turns. In its turn, a stage runs K micro-batches, where K is the number of devices.
         """
         in_turn = max(1, micro_batches if len(self.modules) == 1 else self.place.num_devices)
         for begin in range(0, micro_batches, in_turn):

@@ -16,10 +16,10 @@ from planner.model.ghosts import Ghost
 
 
 def check_gradients_have_values(parameters: Mapping[str, Tensor]) -> None:
-    """Check that no gradient was computed from a tensor of another stage, which has no values on this rank.
+    """Check that the gradients of all parameters have values.
 
     Raises:
-        ModelError: A gradient has no values; the error names the parameter.
+        ModelError: A gradient was computed from a tensor of another stage, which has no values on this rank.
     """
     for name, parameter in parameters.items():
         if parameter.grad is not None and _has_no_values(parameter.grad):
@@ -30,10 +30,10 @@ def check_gradients_have_values(parameters: Mapping[str, Tensor]) -> None:
 
 
 def check_gradient_has_values(gradient: Tensor) -> None:
-    """Check that the gradient of a received tensor was not computed from a tensor of another stage.
+    """Check that the gradient of a received tensor has values to send to the previous stage.
 
     Raises:
-        ModelError: The gradient has no values, so it cannot be sent to the previous stage.
+        ModelError: The gradient was computed from a tensor of another stage, which has no values on this rank.
     """
     if _has_no_values(gradient):
         origin = getattr(gradient, "origin", "a tensor")
@@ -108,7 +108,7 @@ def release_memory(summed: Tensor) -> None:
 
 @contextmanager
 def refuse_norm_of_own_gradients(parameters: Mapping[str, Tensor], layers: Sequence[str]) -> Iterator[None]:
-    """Refuse `torch.nn.utils.clip_grad_norm_` in the `with` block if its norm misses gradients of other ranks.
+    """Refuse `torch.nn.utils.clip_grad_norm_` in the `with` block if its norm lacks gradients of other ranks.
 
     Args:
         parameters: Parameters of this rank, by name.

@@ -4,9 +4,8 @@ A loader shuffles with the process's random states, which every stage advances d
 would therefore not belong to the last stage's targets, and a resumed run would continue in another order. To avoid
 this, data are drawn with separate states of torch's, Python's and NumPy's generators.
 
-A loader that has a state (`state_dict`, as torchdata's `StatefulDataLoader`) continues from this state. With any other
-loader, the epoch is repeated from the random states at its start, and batches that were trained on are skipped. This is
-exact, but loads the skipped batches again.
+A loader that has a `state_dict`, such as torchdata's `StatefulDataLoader`, continues from its state. With any other
+loader, the epoch is repeated from the random states at its start, and its earlier batches are loaded and skipped.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -58,7 +57,7 @@ def repeat_train_batches(model: LoadedModel, batch: int) -> Iterator[Any]:
 
 
 def example_mini_batch(model: LoadedModel, batch: int, *, seed: int, step: int) -> Batch:
-    """Return the example mini-batch of a step. It depends only on the seed and the step.
+    """Return the example mini-batch of a step, which depends only on the seed and the step.
 
     Args:
         model: Loaded model file.

@@ -33,8 +33,7 @@ class LossScale:
     def unscale(self) -> bool:
         """Divide the gradients by the scale, and adapt the scale. Every rank must call this method.
 
-        If a gradient of any stage is not finite, all stages drop all gradients. The optimizer then does nothing,
-        because it skips parameters without a gradient.
+        If a gradient of any stage is not finite, all stages drop all gradients, so that the optimizer does nothing.
 
         Returns:
             True if all gradients are finite; False if they were dropped.
@@ -58,7 +57,7 @@ class LossScale:
         return True
 
     def state_dict(self) -> dict[str, float]:
-        """Return the scale and the number of steps since the last overflow or change of the scale, for a checkpoint."""
+        """Return the scale, and the number of steps since it last changed, for a checkpoint."""
         return {"value": self.value, "good_steps": self._good_steps}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:

@@ -1,9 +1,9 @@
 """Weight of each micro-batch's loss in the loss of its mini-batch.
 
 `loss_fn(output, target)` is a mean over samples, or over other items such as tokens that are not masked. For other
-items, `loss_count(target)` of the model file returns their number. The loss of a mini-batch is the mean over all of its
-items. The weight of a micro-batch is therefore its number of items, divided by that of the mini-batch. A model that
-takes `labels` among its inputs and returns its own loss has no targets; its labels are counted instead.
+items, `loss_count(target)` of the model file returns their number. The weight of a micro-batch is its number of items,
+divided by that of the mini-batch. If a model takes `labels` among its inputs and returns its own loss, its labels are
+counted.
 """
 
 from collections.abc import Callable, Sequence

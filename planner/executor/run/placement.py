@@ -94,10 +94,7 @@ def process_place(balance: Balance, rank: int, num_processes: int) -> ProcessPla
 
 @dataclass(frozen=True)
 class ProcessGroups:
-    """Process groups of one process.
-
-    If the job has a single replica, `pipeline` and `replicas` are None. All processes then belong to one pipeline.
-    """
+    """Process groups of one process. In a job with a single replica, `pipeline` and `replicas` are None."""
 
     pipeline: dist.ProcessGroup | None
     """Processes of this replica."""

@@ -1,6 +1,6 @@
 """Seeds for the random draws of a step, such as dropout: one seed for every step, layer and micro-batch.
 
-The draws do not depend on cuts, schedule or recomputation. The unpartitioned model can draw the same numbers.
+The draws do not depend on cuts, schedule or recomputation, so the unpartitioned model can draw the same numbers.
 """
 
 # ruff: noqa: NPY002 - the global generator is what a script draws from

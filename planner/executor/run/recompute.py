@@ -1,8 +1,8 @@
 """Recompute a layer: its activations are released after the forward, and computed again in the backward.
 
-The method is that of `torch.utils.checkpoint` with `use_reentrant=True`. The forward runs without a graph. The backward
-runs the forward again with a graph, and then a backward through this graph. Three differences ensure that a recomputed
-layer needs no more memory than a layer that keeps its activations:
+As in `torch.utils.checkpoint` with `use_reentrant=True`, the forward runs without a graph. The backward runs it again
+with a graph, and then a backward through this graph. Three differences ensure that a recomputed layer needs no more
+memory than a layer that keeps its activations:
 
 - The layer's outputs and their gradients are released as soon as the backward has used them. Torch keeps them until the
   end of the backward.
@@ -112,13 +112,13 @@ class _Recomputing(torch.autograd.Function):
 
 
 def _take_gradients(into: list[Tensor | None], gradients: Tensors) -> tuple[None, ...]:
-    """Move `gradients` to the list `into`, and return a None for each gradient."""
+    """Move `gradients` to the list `into`, and return a None for each, so that autograd keeps no gradient."""
     into.extend(gradients)
     return (None,) * len(gradients)
 
 
 class _BackwardStart(torch.autograd.Function):
-    """Autograd function whose backward takes the gradients of the tensors from a list, and empties the list."""
+    """Autograd function that starts a backward with the gradients of a list, and empties the list."""
 
     @staticmethod
     def forward(ctx: Any, waiting: list[Tensor | None], *results: Tensor) -> Tensor:

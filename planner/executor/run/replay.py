@@ -14,10 +14,8 @@ changes no counter). Every tensor of the state is therefore stored as a copy-on-
 the tensor until one of the two is written. A changed tensor is replaced by its clone, not overwritten, because another
 micro-batch's backward may still read it.
 
-Usually the state has not changed since the last snapshot, which is then used again.
-
-Batch normalization is not affected: it collects statistics of whole mini-batches (`planner.model.batch_norm`), so a
-forward does not change its state.
+If the state has not changed since the last snapshot, that snapshot is used again. This is the usual case, because a
+forward does not change the state of batch normalization (`planner.model.batch_norm`).
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -38,7 +36,7 @@ from planner.model.state import StateLocation, stateful_modules
 
 @dataclass(slots=True)
 class _Entry:
-    """Value of a buffer, a frozen parameter or an attribute of a module when a forward began."""
+    """One value of the state when a forward began: a buffer, a frozen parameter or an attribute of a module."""
 
     location: StateLocation
     value: Any
@@ -82,20 +80,19 @@ class _Entry:
 
 @dataclass(frozen=True)
 class _StateTensors:
-    """Buffers, frozen parameters and tensors in attributes of some layers, before a forward."""
+    """Tensors of the state before a forward: buffers, frozen parameters and tensors in attributes."""
 
     entries: list[_Entry]
     names: list[Any]
-    """Number of buffers of each module, followed by the names of all buffers; detects added and renamed buffers."""
+    """Number of buffers of each module, then the names of all buffers, to detect added and renamed buffers."""
     values: list[Any]
-    """Buffers, frozen parameters and tensors in attributes."""
+    """Tensors of the state, to detect replaced tensors."""
     plain: list[Tensor]
-    """Tensors with a copy-on-write clone."""
+    """Tensors of the entries that have a copy-on-write clone."""
     addresses: list[int]
-    """Memory addresses of the tensors in `plain`. When a tensor is written, torch copies it to another address, because
-    its clone keeps the old memory."""
+    """Memory addresses of `plain`. A tensor that is written gets another address, as its clone keeps the memory."""
     others: list[_Entry]
-    """Entries without a copy-on-write clone."""
+    """Entries that have no copy-on-write clone."""
 
     @classmethod
     def of(cls, entries: list[_Entry], names: list[Any], values: list[Any]) -> "_StateTensors":
@@ -112,8 +109,8 @@ class _StateTensors:
     def are_still(self, names: list[Any], values: list[Any]) -> bool:
         if self.names != names or len(self.values) != len(values) or not all(map(is_, self.values, values)):
             return False
-        # The clone keeps the old memory, so a tensor that was written has another address. Compare whole lists, because
-        # a convolutional network has hundreds of tensors, and its micro-batches take only milliseconds.
+        # Compare whole lists, because a convolutional network has hundreds of tensors, and its micro-batches take only
+        # milliseconds.
         return list(map(_address, self.plain)) == self.addresses and not any(each.is_written for each in self.others)
 
 
@@ -132,14 +129,12 @@ class LayerState:
         self._owners = [owner for owner in stateful_modules(layers) if only is None or owner.path in only]
         self._modules = [owner.module for owner in self._owners]
         self._usual = [each.module for each in self._owners if not (each.elsewhere or each.tensors)]
-        """Modules without tensors of other layers, and without plain attributes that are tensors or None.
-
-        Nearly all modules are of this kind."""
+        """Modules whose tensors are all parameters or buffers of their layers. Nearly all modules are of this kind."""
         self._unusual = [each for each in self._owners if each.elsewhere or each.tensors]
         self._numbers = [(vars(owner.module), name) for owner in self._owners for name in owner.numbers]
         self._last: _Snapshot | None = None
         self._rewritten: set[tuple[int, str]] = set()
-        """Locations that a forward has changed; their values are not compared in later forwards."""
+        """Keys of the entries that a forward has changed. Later forwards do not compare their values."""
 
     def release_snapshot(self) -> None:
         """Release the last snapshot."""
@@ -166,7 +161,7 @@ class LayerState:
         self._set_state(snapshot, self.snapshot())
 
     def with_same_state(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a wrapper of `run`. The second call of the wrapper begins with the same state as the first call."""
+        """Return a wrapper of `run` whose second call, the recomputation, begins in the state of the first call."""
         before: list[_Snapshot] = []
 
         def call(*arguments: Any) -> Any:
@@ -258,7 +253,7 @@ class LayerState:
                 holder[name] = number
 
     def _set_state(self, snapshot: _Snapshot, now: _Snapshot) -> list[_Entry]:
-        """Change the state from `now` to `snapshot`. Return the entries of `now` that need no change."""
+        """Change the state from `now` to `snapshot`, and return the entries of `now` that are equal in both."""
         if snapshot.numbers is not now.numbers:
             self._put_numbers(snapshot.numbers)
         if snapshot.tensors is now.tensors:

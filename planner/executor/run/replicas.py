@@ -54,7 +54,7 @@ class ReplicaGradients:
         self._additions = dict.fromkeys(self._bucket_of, 0)
         self._usual: dict[nn.Parameter, int] = {}
         self._expected: Mapping[nn.Parameter, int] | None = None
-        """Number of additions to each gradient in the running backward, if known; see `last_backward`."""
+        """Number of additions to each gradient in the current backward; None if unknown."""
         self._open: list[_Bucket] = []
         for parameter in self._bucket_of:
             parameter.register_post_accumulate_grad_hook(self._added)
@@ -67,10 +67,10 @@ class ReplicaGradients:
 
     @contextmanager
     def last_backward(self, stage: int, expected: Mapping[nn.Parameter, int] | None = None) -> Iterator[None]:
-        """Send gradients while the block runs the last backward (B or W) of a stage.
+        """Send gradients while the `with` block runs the last backward (B or W) of a stage.
 
         `stage` is an index among the stages of this process. `expected` is the number of additions to each gradient in
-        this backward; None if the numbers are unknown. A gradient that is not listed is already complete.
+        this backward, or None if unknown. Gradients that it does not list are already complete.
         """
         if not self.is_last_part:
             yield

@@ -1,6 +1,6 @@
-"""Check that all ranks draw the same mini-batches. The first stage reads the inputs, and the last stage the targets.
+"""Check that all ranks draw the same mini-batches.
 
-With different mini-batches, the inputs of some samples would be trained with the targets of other samples.
+The first stage reads the inputs and the last stage the targets, which must belong to the same samples.
 """
 
 import hashlib
@@ -48,7 +48,7 @@ class BatchChecksums(NamedTuple):
 
 NO_CHECKSUMS = BatchChecksums(0, 0)
 _NUM_ELEMENTS = 16
-"""Elements of the first sample and of the last sample of each tensor that count for a checksum."""
+"""Number of elements of each tensor's first sample, and of its last sample, that a checksum includes."""
 
 
 def digest_of_batch(batch: Batch, place: ProcessPlace, *, is_whole: bool) -> BatchDigest:

@@ -1,13 +1,10 @@
 """Find changes of weights or gradients that depend on the parameters of one rank.
 
-If a script computes the norm of the gradients, a plain loop gets the norm over all parameters. Each rank of a pipeline
-gets only the norm over its own parameters, so ranks would do different things. Each rank therefore records what the
-script did in a step, and the next rank compares the record with its own (`agreement`).
+If a script computes the norm of the gradients, each rank gets only the norm over its own parameters, so the ranks would
+do different things. Each rank therefore records what the script did in a step, and the next rank compares the record
+with its own (`agreement`). To save time and memory, only a few elements of a few parameters are compared.
 
-Random numbers that a script draws for one parameter after another also differ from those of a plain loop. So a script
-must not draw random numbers while it changes weights or gradients.
-
-To save time and memory, only a few elements of a few parameters are compared.
+A script must not draw random numbers while it changes weights or gradients: a plain loop would draw other numbers.
 """
 
 import math
@@ -31,7 +28,7 @@ _ROUNDING = 1e-4
 _ROUNDING_OF_SUMS = 1e-2
 """Largest relative rounding error of `ScriptRecord.added_factor`, which is computed from differences of weights."""
 _SMALL = 1e-3
-"""Weights and gradients below this share of the largest one are ignored when factors of `ScriptRecord` are computed."""
+"""Elements below this share of the largest element are ignored when a factor of `ScriptRecord` is computed."""
 
 _HINT = (
     "decide by values that all ranks have: the loss, or the norm that `pipeline.clip_gradients(max_norm)` returns "
@@ -64,11 +61,7 @@ _FACTORS = {
 
 
 class ScriptChanges:
-    """Record of the script's changes to weights, gradients and learning rates on this rank.
-
-    Args:
-        parameters: Parameters of this rank.
-    """
+    """Record of the script's changes to weights, gradients and learning rates of this rank's parameters."""
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self._parameters = list(parameters)
@@ -78,7 +71,7 @@ class ScriptChanges:
         self._at_optimizer_end: _Elements | None = None
         self._random = 0
         self._ratios: dict[str, float] = {}
-        """First ratio of each `ScriptRecord` factor on this rank to the previous rank's, measured when neither is 0."""
+        """By factor of `ScriptRecord`: its ratio to that of the previous rank, when both were first not 0."""
         self.record = NO_RECORD
 
     def begin_block(self) -> None:
@@ -90,11 +83,7 @@ class ScriptChanges:
         self._at_begin = self._at_mark
 
     def begin_optimizer_step(self, rates: Sequence[float]) -> None:
-        """Record a step of an optimizer.
-
-        Args:
-            rates: Learning rates that must be equal on all ranks.
-        """
+        """Record a step of an optimizer. Its learning rates `rates` must be equal on all ranks."""
         self.check_draws()
         if self._at_optimizer_step is None:
             self._at_optimizer_step = _Elements.of(self._compared)
@@ -197,7 +186,7 @@ class _Elements(NamedTuple):
         return torch.equal(self.weights, other.weights) and torch.equal(self.gradients, other.gradients)
 
     def common_factor(self, before: Tensor, after: Tensor, *, rounding: float = _ROUNDING) -> float:
-        """Return the number c for which `after` equals c * `before`; 0 if there is none."""
+        """Return the number c for which every element of `after` is c times that of `before`; 0 if there is none."""
         rounding = max(rounding, _rounding_of(before))
         limit = _SMALL * max(map(abs, before.tolist()), default=0.0)
         ratios: list[list[float]] = [[] for _ in self.num_of_each]

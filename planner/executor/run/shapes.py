@@ -31,7 +31,7 @@ from planner.model.variables import undo_variable_changes
 
 @dataclass(frozen=True)
 class Boundary:
-    """Structure, constants and tensor shapes of the value that is sent over a boundary for one micro-batch."""
+    """Structure of the value that is sent over a boundary for one micro-batch, with its constants and tensor shapes."""
 
     leaves: tuple[Any, ...]
     spec: TreeSpec
@@ -111,7 +111,7 @@ def _is_same(leaf: Any, planned: Any) -> bool:
 
 
 def _describe_change(now: Any, before: Any) -> str:
-    """Return a text about two constants that are not equal."""
+    """Describe the difference between two constants that are not equal."""
     if type(now) is type(before) and not is_plain(now) and not isinstance(now, np.ndarray):
         return (
             f'an object of type "{type(now).__name__}", and not the one of the forward in which its layers were found'
@@ -124,14 +124,14 @@ class ChainShapes:
     """Tensors at every boundary of a chain, and whether each layer writes into its input or shares storage with it."""
 
     boundaries: tuple[Boundary, ...]
-    """Boundaries before every layer, and after the last."""
+    """Boundaries before every layer, and after the last layer."""
     writes: tuple[bool, ...]
     """True for each layer that writes into its input."""
     aliases: tuple[bool, ...]
     """True for each layer whose output shares storage with its input."""
 
     def with_gradients_of(self, other: "ChainShapes") -> "ChainShapes":
-        """Let tensors also require a gradient if they do in `other`, and return this object."""
+        """Set `requires_grad` of all tensors that require a gradient in `other`, and return this object."""
         for here, there in zip(self.boundaries, other.boundaries, strict=True):
             for tensor, again in zip(here.tensors, there.tensors, strict=False):
                 tensor.requires_grad_(tensor.requires_grad or (again.requires_grad and tensor.dtype == again.dtype))
@@ -185,7 +185,7 @@ def chain_shapes(
 def _run_layers(
     layers: Sequence[Layer], received: Boundary, precision: Precision, device: torch.device | None
 ) -> ChainShapes:
-    """Run the layers one after another, if possible with tensors that have no values."""
+    """Run the layers one after another, on tensors without values, or on random values if a layer needs values."""
     # Autocast does not affect meta tensors, so use fake tensors of the device with autocast.
     is_fake = device is not None and autocast_dtype(precision) is not None
     mode = FakeTensorMode() if is_fake else nullcontext()

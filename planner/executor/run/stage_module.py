@@ -1,12 +1,10 @@
 """Stage as a torch module: its layers under their original names, recomputed as the plan says.
 
-Only plain tensors without gaps in memory are sent. Tuples and other nested values are flattened before a boundary and
-rebuilt after the boundary. The last stage computes the loss in its forward. The engine therefore keeps only the scalar
-loss of each micro-batch, and a stage that is recomputed keeps no logits.
+Only plain tensors without gaps in memory are sent. Nested values are flattened before a boundary and rebuilt after it.
+The last stage computes the loss in its forward, so a recomputed stage keeps no logits.
 
-If the plan chooses layers to recompute, each of them is recomputed separately: the layer's input is kept, and its other
-saved tensors are computed again just before its backward. The last layer of the last stage is recomputed together with
-the loss.
+If the plan chooses layers to recompute, each of them is recomputed separately, just before its backward. The last layer
+of the last stage is recomputed together with the loss.
 
 The random generators are seeded before each layer (`random_state`), so that a recomputation draws the same numbers.
 Running statistics of batch normalization are not changed until the end of the mini-batch (`batch_norm`). Other buffers
@@ -56,19 +54,16 @@ def evaluation_mode(*modules: nn.Module) -> Iterator[None]:
 class StageModule(nn.Module):
     """Layers of one stage as a module, which the engine calls with the tensors of one micro-batch.
 
-    Callers set these attributes:
-
-    - `micro_batch` before each forward,
-    - `seeds` before each step,
-    - on the last stage, `targets` of every micro-batch before each step, and
-    - `micro_batches`, `received` and `sent` for a mini-batch that is smaller than planned.
+    Callers set the attribute `micro_batch` before each forward. Before each step, they set `seeds` and, on the last
+    stage, the `targets` of every micro-batch. For a mini-batch that is smaller than planned, they also set
+    `micro_batches`, `received` and `sent`.
 
     Args:
         layers: Layers of the stage.
         received: Boundary before the first layer.
         sent: Boundary after the last layer, with the memory layout of outputs; None for contiguous outputs. The last
             stage ignores `sent`.
-        recompute: Recompute choice of the stage; the choice `layers` recomputes the layers in `recomputed`.
+        recompute: Recompute choice of the stage; `layers` recomputes only the layers in `recomputed`.
         micro_batches: Number of micro-batches (M).
         loss_fn: Loss function on the last stage; None on other stages.
         copies_input: True if the layers need a copy of the received tensors, because they write into them.
@@ -126,10 +121,9 @@ class StageModule(nn.Module):
             for layer in layers[1:]
             if isinstance(layer.module, ModelStage)
         ]
-        """For each layer except the first: state of the modules that span this layer and an earlier one.
+        """For each layer except the first: state of the modules whose `forward` began in an earlier layer.
 
-        Each layer runs the `forward` of such a module from its start, so the state is restored first.
-        """
+        The layer runs such a `forward` again from its start, so this state is restored before the layer runs."""
         self.micro_batch = 0
         self.targets: list[Any] = []
         self.seen: Callable[[int, Any], None] | None = None
@@ -241,7 +235,7 @@ class StageModule(nn.Module):
         snapshots = [opened.snapshot() for opened in self._opened]
         for index in range(last + 1):
             if index and snapshots:
-                # Several layers run the same code from its start; it must change its state only once per micro-batch.
+                # The code that runs again must change its state only once per micro-batch.
                 self._opened[index - 1].restore(snapshots[index - 1])
             run: Callable[[Any], Any] = partial(self._run_layer, index, micro_batch)
             again = self._recomputed.get(index)

@@ -20,7 +20,7 @@ _PIECE = 2**20  # on a CPU, torch first converts the elements to integers of 8 b
 """Number of elements whose bits are summed at a time."""
 
 _ROUNDING = 1e-3
-"""Largest difference of two copies, relative to the largest element, that may be due to rounding on unequal devices."""
+"""Largest rounding error between two copies of a parameter on unequal devices, relative to its largest element."""
 
 
 class TiedGradients:
@@ -45,7 +45,7 @@ class TiedGradients:
     ) -> None:
         self._names: dict[nn.Parameter, str] = {}
         self._groups: list[tuple[list[nn.Parameter], dist.ProcessGroup]] = []
-        """Parameters that the same ranks hold, and the group of these ranks."""
+        """For each set of ranks that share parameters: these parameters, and the process group of the ranks."""
         self._kept_elsewhere: list[nn.Parameter] = []
         self.counted_elsewhere: list[nn.Parameter] = []
         """Tied parameters that another rank counts in the norm of all gradients."""
@@ -122,7 +122,7 @@ def _lowest_and_highest(tensor: Tensor, group: dist.ProcessGroup) -> tuple[Tenso
 
 
 def _sum_of_bits(tensor: Tensor) -> Tensor:
-    """Return the sum of all elements, read as integers, which does not depend on the order of the elements."""
+    """Return the sum of all elements, read as integers. A sum of integers does not depend on their order."""
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     values = _real(tensor)
     pieces = values.view(integers[values.element_size()]).flatten().split(_PIECE)

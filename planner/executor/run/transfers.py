@@ -22,7 +22,7 @@ from planner.model.layout import in_memory_order, match_layout
 
 
 class Message(NamedTuple):
-    """Key of a message: the action of this process that needs or sends it."""
+    """Key of a message between stages: the action of this process that sends or needs the message."""
 
     kind: Letter
     stage: int
@@ -85,9 +85,7 @@ class Transfers:
             wait_for_all(sent.works)
 
     def send_gradient(self, tensors: Sequence[Tensor], shapes: Sequence[Tensor], rank: int) -> None:
-        """Begin to send gradients in the layout of the receiver's buffers.
-
-        Then wait until the previous gradients are sent.
+        """Begin to send gradients in the layout of the receiver's buffers, and wait until the previous ones are sent.
 
         Args:
             tensors: Gradients to send.
