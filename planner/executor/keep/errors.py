@@ -12,8 +12,6 @@ from planner.core.errors import FileError, PlannerError
 def reading_errors(path: str | Path, subject: str) -> Iterator[None]:
     """Convert any error in the block to a `FileError` with the message "`subject` cannot be read: …".
 
-    A damaged file may raise errors of many types. A `PlannerError` is not converted.
-
     Raises:
         FileError: The block raised an error that is not a `PlannerError`.
     """
@@ -44,9 +42,7 @@ def first_line_of_error(error: BaseException) -> str:
 
 
 def size_of_regular_file(path: Path, *, most_bytes: int | None = None) -> int:
-    """Return the size of a regular file in bytes. Refuse other files, such as pipes and devices.
-
-    Reading a pipe or a device might never end.
+    """Return the size of a regular file in bytes. Refuse pipes and devices, because reading them might never end.
 
     Raises:
         ValueError: The file is not regular, or has more than `most_bytes` bytes.

@@ -36,7 +36,7 @@ class ValueExchange:
         """Return, on every rank, the result of `decide` for the values of all ranks.
 
         Every rank must call this method, with a value that JSON can represent; tuples become lists. Only the first rank
-        calls `decide`, with the values in the order of ranks. `decide` must not raise an error.
+        calls `decide`, which must not raise an error. The values are in the order of ranks.
         """
         if self._store is None:
             return decide([value])
@@ -64,7 +64,7 @@ class ValueExchange:
         return self.decide(value, lambda values: values[0])
 
     def close(self) -> None:
-        """Let the first rank wait until all ranks have read the last result."""
+        """On the first rank, wait until all ranks have read the last result."""
         if self._store is not None and self._rank == 0 and self._round:
             try:  # the store may end with this process
                 self._store.wait([f"exchange/{self._round}/done"], _JOINING)

@@ -49,7 +49,7 @@ class FolderLock:
             self._file = -1
 
     def _acquire(self) -> bool:
-        """Try to take the lock, and return False if another job has it."""
+        """Try to take the lock. Return False if another job has it."""
         file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             # A POSIX record lock: network file systems support such locks, and child processes do not inherit them.

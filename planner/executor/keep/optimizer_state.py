@@ -16,10 +16,7 @@ _MEMBERS = ("params", "param_names")
 
 
 class OptimizerState:
-    """State of a rank's optimizer, in the form that a checkpoint stores.
-
-    State is listed by parameter name. A tied parameter has several names in the model; the first one is used.
-    """
+    """State of a rank's optimizer, by parameter name. A tied parameter has several names; the first one is used."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor], first_names: Mapping[str, str]

@@ -5,8 +5,8 @@
     the rest   the tensors, one after the other
 
 `checkpoint.json` has a SHA-256 digest of the state, and the state has a CRC-32 checksum of every tensor. A file of
-another checkpoint is therefore refused when it is opened, and a damaged tensor when it is read. Under another plan, a
-rank reads only some tensors of a file; other tensors are not checked.
+another checkpoint is therefore refused when it is opened, and a damaged tensor when it is read. Tensors that are not
+read are not checked.
 
 This module writes the file tensor by tensor, so that written bytes can be counted during the write.
 """
@@ -63,9 +63,7 @@ class RankFile:
         return tuple(self._crc32)
 
     def tensor(self, name: str) -> Tensor:
-        """Return a tensor whose memory is mapped from the file.
-
-        Copy the tensor before the file is closed.
+        """Return a tensor whose memory is mapped from the file. Copy the tensor before the file is closed.
 
         Raises:
             FileError: The tensor is missing or damaged.

@@ -20,10 +20,7 @@ class NotWrittenError(Exception):
 
 
 def latest_checkpoint(folder: str) -> Path | None:
-    """Return the latest checkpoint in a folder; None if there is none.
-
-    If the folder is itself a checkpoint, return the folder.
-    """
+    """Return the latest checkpoint in a folder, or the folder itself if it is a checkpoint; None without one."""
     path = Path(folder)
     if is_checkpoint(path):
         return path

@@ -1,4 +1,4 @@
-"""Reader of a checkpoint: the model's tensors by name."""
+"""Read the model's tensors from a checkpoint, by name."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -10,9 +10,7 @@ from planner.executor.keep.rank_file import RankFile
 
 
 class StoredCheckpoint(Mapping[str, Tensor]):
-    """Tensors of a checkpoint, by name in the model's state dict. A tensor is read on access.
-
-    A file of the checkpoint is opened when the first of its tensors is read.
+    """Tensors of a checkpoint, by name in the model's state dict. Files and tensors are read on access.
 
     Raises:
         FileError: The folder is no checkpoint, or its index is damaged.
@@ -40,9 +38,7 @@ class StoredCheckpoint(Mapping[str, Tensor]):
         return self.opened[rank]
 
     def file_of_tensor(self, name: str) -> tuple[RankFile, str]:
-        """Return a rank's file that contains a tensor of the model, and the tensor's name in this file.
-
-        A file that is already open is preferred.
+        """Return a file (if possible an open one) that has a tensor of the model, and the tensor's name in this file.
 
         Raises:
             FileError: The file cannot be opened.

@@ -34,15 +34,13 @@ from planner.model.python_state import (
 )
 
 _STORED = ("state", "param_groups", "defaults", "step")
-"""Attributes of an optimizer that `UnsavedState` ignores. Checkpoints store the values of the first three; `step` is a
-method."""
+"""Attributes of an optimizer that `UnsavedState` ignores: three that checkpoints store, and the method `step`."""
 
 
 def further_objects(stages: Sequence[StageModule], optimizer: Optimizer) -> dict[str, Any]:
     """Return objects whose `state_dict()` a checkpoint stores in addition to tensors of model and optimizer, by name.
 
-    One object has the extra state of modules. Another object has the state that belongs to no parameter, if the
-    optimizer is not from `torch.optim`.
+    They have the extra state of modules, and state of an optimizer outside `torch.optim` that belongs to no parameter.
     """
     objects: dict[str, Any] = {}
     if not type(optimizer).__module__.startswith("torch.optim"):

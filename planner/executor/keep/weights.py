@@ -26,17 +26,14 @@ _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64
 
 # The description of a tensor takes about 130 bytes, but scripts store other values as well.
 _BYTES_PER_NAME, _BYTES_BESIDE = 2**13, 2**20
-"""Upper bounds on the bytes of `data.pkl` in a `torch.save` file: per tensor of the model, and for all other values."""
+"""Upper bounds on the bytes of `data.pkl` in a `torch.save` file: per tensor of the model, and for other values."""
 
 _NESTED = ("model", "state_dict", "model_state_dict")
 """Keys under which training scripts store the state dict."""
 
 
 def first_names(model: nn.Module) -> dict[str, str]:
-    """Return, for every name in the state dict of a model, the first name of the same tensor.
-
-    A tied tensor has several names. Hooks on the state dict have no effect.
-    """
+    """Return, for every name in a model's state dict, the first name of the same tensor. Hooks have no effect."""
     first: dict[tuple[Any, ...], str] = {}
     return {
         name: first.setdefault(memory_key(tensor) if tensor.numel() else (name,), name)
@@ -61,7 +58,7 @@ def load_weights(
     names: Mapping[str, str],
     whole: nn.Module | None = None,
 ) -> tuple[str, ...]:
-    """Copy the tensors of a stage from a state dict. No other tensors are read.
+    """Copy the tensors of a stage from a state dict, and read no other tensors.
 
     Args:
         source: To start a new run, the path of its weights: a file of `torch.save` or safetensors, or a checkpoint. To
@@ -204,7 +201,7 @@ def _load_torch_file(path: str) -> dict[str, Tensor]:
 
 
 def _after_hooks(whole: nn.Module, stored: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Apply the model's `load_state_dict` pre-hooks, which may rename tensors, to a copy of a state dict."""
+    """Return a state dict after the model's `load_state_dict` pre-hooks, which may rename its tensors."""
     state = dict(stored)
     try:
         for path, module in whole.named_modules(remove_duplicate=False):

@@ -21,10 +21,7 @@ MOST_NAMED = 3
 
 
 def error_for_exception(error: BaseException, activity: RankActivity) -> PlannerError:
-    """Return the error that reports an exception in this process.
-
-    It names the stage and its activity, and quotes the lines of the user's code.
-    """
+    """Return the error that reports an exception, with the stage, its activity and the lines of the user's code."""
     root = error
     while root.__cause__ is not None:  # the engine wraps errors of stages
         root = root.__cause__
@@ -44,10 +41,7 @@ def error_for_exception(error: BaseException, activity: RankActivity) -> Planner
 
 
 def error_after_exit(other: Mapping[str, Any], activity: RankActivity) -> PlannerError:
-    """Return the error to report if this rank still waits after another rank exited with code 0.
-
-    `other` is the `RankActivity.summary()` of the other rank.
-    """
+    """Return the error of a rank that still waits after another rank, with the summary `other`, exited with code 0."""
     return TrainingError(
         f"{other['name'] or 'another rank'} exited {other['where']} (SystemExit: 0) "
         f"while {activity.name or 'this rank'} waited {activity.where}",

@@ -71,19 +71,19 @@ class FailureWatch:
         self._signal = 0
         self._signalled = 0.0
         self._asked = 0
-        """Signal that another rank got; known on the first rank only."""
+        """Number of the signal, such as SIGTERM, that another rank got. Only the first rank knows it."""
         self._is_small = self._world <= _FEW_RANKS
         self._has_passed_on = False
-        """True once this rank has announced (first rank) or requested (other ranks) that the job stops."""
+        """True once this rank has set the store's key `stopping` (first rank) or `asked` (other ranks)."""
         self._is_stopping = False
-        """True once this rank knows that the job stops. It then checks the store's key `stop` after every step."""
+        """True once this rank has read the key `stopping`. It then checks the key `stop` after every step."""
         self._quit: dict[str, Any] | None = None
         self._stop: tuple[int, int] | None = None
         self._over = threading.Event()
         self._ending = threading.Event()
         self._store: Any = _store_of_all() if self._world > 1 and _is_launched() else None
         self._liveness = Heartbeats(self._store, self._rank, self._world)
-        """Access to the signs of life for the main thread; the watch's thread has a separate connection."""
+        """Signs of life for the main thread. The watch's thread has its own object and connection."""
         self._wake = socket.socketpair()
         self._handlers: SignalHandlers | None = None
         self._process = os.getpid()
@@ -120,8 +120,8 @@ class FailureWatch:
     def stop_signal(self, steps: int, *, steps_ahead: int = 1) -> int:
         """Return the signal that ends the run after `steps` completed steps; 0 if the run continues.
 
-        Every rank must call this method after every step. The first rank announces the step after which all ranks stop.
-        Other ranks must read the announcement before they finish that step.
+        Every rank must call this method after every step. The first rank announces the step after which all ranks stop,
+        early enough for other ranks to read it before they finish that step.
 
         Args:
             steps: Number of completed steps.
@@ -255,10 +255,7 @@ class FailureWatch:
     def _report_and_exit(
         self, error: PlannerError | None, code: int = ExitCode.ERROR, *, quietly: int = ExitCode.ERROR
     ) -> NoReturn:
-        """Report an error, unless another rank reports it, and end this process.
-
-        The exit code is `code` if this rank reports the error, otherwise `quietly`.
-        """
+        """Report an error unless another rank reports it. Exit with `code` after a report, otherwise with `quietly`."""
         self._ending.set()
         if error is not None and self._claim_failure():
             print_error(error)

@@ -21,10 +21,7 @@ _BEATS_UNTIL_SILENT = 6
 
 
 class Heartbeats:
-    """Signs of life of one rank in the store, and access to those of other ranks.
-
-    The connection to the store must not be used by another thread.
-    """
+    """Signs of life of one rank in the store, and access to those of other ranks. No other thread may use `store`."""
 
     def __init__(self, store: Any, rank: int, world: int) -> None:
         self._store, self._rank, self._world = store, rank, world
@@ -63,10 +60,7 @@ class Heartbeats:
             time.sleep(self.beat_s / 5)
 
     def activities(self, ranks: Sequence[int] | None = None) -> dict[int, dict[str, Any]]:
-        """Return the activities of `ranks`, by default of all ranks.
-
-        Ranks that never wrote an activity are left out.
-        """
+        """Return the activities of `ranks`, by default of all ranks, without ranks that never wrote an activity."""
         keys = [f"at/{rank}" for rank in (range(self._world) if ranks is None else ranks)]
         try:
             if ranks != [self._reader]:  # the reader has certainly written its activity
@@ -77,10 +71,7 @@ class Heartbeats:
         return {int(key.removeprefix("at/")): json.loads(text) for key, text in zip(keys, texts, strict=True)}
 
     def silent_ranks(self) -> list[int]:
-        """Return the ranks that have stopped writing to the store for `silent_s` seconds, but have not left.
-
-        Only one rank of the job gets this list. On all other ranks, the list is empty.
-        """
+        """Return, on the reader, the ranks that are silent for `silent_s` seconds and have not left; else nothing."""
         is_reader = self._is_reader()
         others = [rank for rank in range(self._world) if rank != self._rank] if is_reader else [self._reader]
         now = time.monotonic()

@@ -64,7 +64,7 @@ def _launch_name(store: Store, timeout: timedelta) -> str:
 
 
 _agreed: dict[tuple[int | str, ...], str] = {}
-"""Names of launches, by process id, address and port of the store, rank, and number of ranks."""
+"""Agreed name of each launch, by process id, address and port of the store, rank, and number of ranks."""
 
 
 def _agree_on_name(store: Store, rank: int, world: int, timeout: timedelta) -> str:
