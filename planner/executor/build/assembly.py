@@ -56,13 +56,13 @@ class ProcessStages:
         self._chain = structure or build_structure(model)
         check_same_model(balance, model, self._chain)
         self.first_names = first_names(self._chain.model)
-        """First name of the tensor, for every name in the model's state dict. A tied tensor has several names."""
+        """First name of each tensor, by each of its names in the state dict. A tied tensor has several names."""
         cuts = list(accumulate(balance.balance, initial=0))
         self._ranges = [StageRange(cuts[k], cuts[k + 1], bool(balance.stages[k].recomputed)) for k in place.stages]
         # Shapes and engine of a smaller last mini-batch are made when it occurs.
         self._shapes: Callable[..., ChainShapes] = cache(self._shapes_for)
         self.engine: Callable[[int, int], Engine] = cache(self._engine_for)
-        """Function (number of micro-batches, samples in a micro-batch) -> engine."""
+        """Function that returns the engine for a number of micro-batches and their number of samples."""
         self.statistics = BatchStatistics()
         shapes = self._shapes(job.micro_batch_size, training=True)
         # Only the equivalence check passes a structure. It measures no memory.
@@ -88,7 +88,7 @@ class ProcessStages:
 
     @cached_property
     def code_digests(self) -> dict[str, str]:
-        """Digests of the model's code: one of the loss, by the key `loss`, and one of the layers, by `layers`."""
+        """Digests of the code of the loss (key `loss`) and of the layers (key `layers`)."""
         return code_digests(self._chain.model, self._model)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -115,10 +115,7 @@ class ProcessStages:
         return {name: tensor for name, tensor in held if name in self.first_names}
 
     def set_shapes(self, part: MiniBatchPart, *, training: bool) -> None:
-        """Set the shapes of received and sent tensors for the micro-batches of `part`.
-
-        If `training` is false, these are the shapes of the model in evaluation mode.
-        """
+        """Set the shapes of received and sent tensors for the micro-batches of `part`, in training or evaluation."""
         boundaries = self._shapes(part.micro_batch_size, training=training).boundaries
         for module, layers in zip(self.modules, self._ranges, strict=True):
             module.received = boundaries[layers.first]

@@ -33,7 +33,7 @@ from planner.model.precision import convert_in_place
 from planner.model.seeding import seed_process
 
 _SMALL_BYTES = 20_000_000
-"""Size of the parameters of a small model, which may be built as a whole."""
+"""Largest size of the parameters of a model that may be built as a whole."""
 
 
 class StageRange(NamedTuple):
@@ -129,9 +129,7 @@ def build_stages(
     device: torch.device,
     may_build_whole: bool = False,
 ) -> list[tuple[Layer, ...]]:
-    """Build the layers of some stages, with the same initial values as in the whole model.
-
-    A parameter that several of these stages share is one tensor.
+    """Build the layers of some stages, with the initial values of the whole model. Shared parameters are one tensor.
 
     Args:
         loaded: Loaded model file.
@@ -239,7 +237,7 @@ def _moved_or_placeholder(tensor: Tensor, available_ids: set[int], device: torch
 
 
 def _instances_for_stages(model: nn.Module, chain: Chain, count: int) -> list[nn.Module]:
-    """Return one instance of the model for each stage. Instances share all tensors that no forward changes."""
+    """Return a model object for each stage. The objects share all tensors that no forward changes."""
     if chain.outline is None:
         return [model] * count
     # Every stage runs the code of `forward` that is outside submodules. If stages shared the state that this code

@@ -1,7 +1,7 @@
 """Make the copies of a tensor on several ranks equal when a run starts.
 
-Every rank builds its stages from the same seed, so copies are usually equal. Values from an unseeded NumPy generator or
-from a clock differ between processes, however, and copies that start with different values never become equal.
+Every rank builds its stages from the same seed, so copies are usually equal. Values from an unseeded generator or from
+a clock differ, however, and copies that start with different values never become equal.
 """
 
 from collections import Counter

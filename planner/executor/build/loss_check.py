@@ -51,16 +51,16 @@ _MOST_S: Final = 3.0
 """Upper bound on the seconds of the first forward; the losses of slower models are not compared."""
 
 _LEAST_LOSS: Final = 1e-2
-"""Smaller losses are compared as if they had this size."""
+"""Losses below this size may have the rounding error of a loss of this size."""
 
 _UNSEEN: Final = 1e-3
-"""Error of the mean of two micro-batch losses that counts as rounding, relative to the difference of these losses."""
+"""Accepted error of the mean of two losses, as a share of the difference between these losses."""
 
 _LEAST_LABELS: Final = 4
 """Smallest number of labels per sample that `_mask_labels` can mask."""
 
 _NOT_IN_GRAPH: Final = "appears to not have been used in the graph"
-"""Part of torch's error message for a derivative by a tensor that the result does not depend on."""
+"""Part of torch's error message if a result is differentiated by a tensor on which it does not depend."""
 
 _LABELS: Final[Mapping[CountedLabels, str]] = {
     "all": "labels that are not -100",
@@ -76,7 +76,7 @@ class CheckedLoss(NamedTuple):
     """Result of `check_loss`: the model, and notes and warnings for the user."""
 
     loaded: LoadedModel
-    """Model with `counted_labels`: the labels over which the model's own loss averages."""
+    """Model, with the labels over which its own loss averages in `counted_labels`."""
     notes: tuple[str, ...]
     warnings: tuple[str, ...]
 
@@ -88,7 +88,7 @@ class _LossesOfHalves(NamedTuple):
     first: float
     second: float
     tolerance: float
-    """Largest relative error that is accepted as rounding."""
+    """Largest relative error of a loss that is accepted as rounding."""
 
     def is_weighted_mean(self, counts: tuple[float, float]) -> bool:
         # Losses that nearly cancel have larger rounding errors, so a small part of the halves' difference is accepted.
@@ -111,12 +111,11 @@ class _LossesOfHalves(NamedTuple):
 def check_loss(loaded: LoadedModel) -> CheckedLoss:
     """Find the weights of micro-batch losses, and check that their weighted mean is the loss of the mini-batch.
 
-    The model runs on the CPU, or on the device where `build_model` puts it.
+    The model runs on the CPU, or on the device where `build_model` puts it. If it cannot run, no losses are compared.
 
     Returns:
-        The model, and notes and warnings for the user. The model's `counted_labels` are the labels over which its own
-        loss is a mean. If the loss of the mini-batch is not the weighted mean, a warning says so. If the model cannot
-        run on this machine, its losses are not compared.
+        The model, and notes and warnings for the user. If the model computes its loss from labels among its inputs, its
+        field `counted_labels` is set. A warning reports a loss of the mini-batch that is not the weighted mean.
 
     Raises:
         ModelError: `loss_fn` reads parameters of the model or tensors that `forward` does not return, or `loss_count`

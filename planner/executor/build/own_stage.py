@@ -25,7 +25,7 @@ from planner.model.module_tensors import replace_tensors
 from planner.model.seeding import seed_process
 
 _UNNUMBERED = (torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.prim.device.default)
-"""Operators that copy no values. They are not recorded, because the two builds of the model may call different ones."""
+"""Operators that copy no values. They get no number, because only one of the two builds of the model may call them."""
 
 _DRAWS_BY_SHAPE = frozenset(
     f"aten::{name}"
@@ -35,19 +35,17 @@ _DRAWS_BY_SHAPE = frozenset(
         *("randint_like", "randperm", "native_dropout"),
     )
 )
-"""Random operators that draw a number of values that depends only on the shape."""
+"""Random operators for which the shape of the result determines how many numbers they draw."""
 
 
 class BuildError(Exception):
-    """Error for a model whose stages cannot be built alone; the whole model must be built."""
+    """Error for a model that must be built as a whole, because its stages cannot be built alone."""
 
 
 def build_with_values(
     build: Callable[[], nn.Module], wanted: Callable[[nn.Module], Iterable[Tensor]], *, seed: int
 ) -> nn.Module:
-    """Return the model of `seed_process(seed); build()`, with only some tensors in memory.
-
-    All other tensors are on the meta device.
+    """Return the model of `seed_process(seed); build()`, with some tensors in memory and the others on the meta device.
 
     Args:
         build: Function that builds the model.

@@ -50,15 +50,14 @@ from planner.model.reference_state import ReferenceState
 from planner.model.seeding import seed_process
 
 _MOST_ATTEMPTS = 4
-"""Largest number of attempts of the equivalence check: with random and with the user's parameter values, each with one
-and with two samples per micro-batch."""
+"""Largest number of attempts: with random and with the user's parameter values, each with one and two samples."""
 
 
 class EquivalenceResult(NamedTuple):
     """Result of the equivalence check: its record, and the model without the cuts that failed."""
 
     loaded: LoadedModel
-    """The model; `uncut` names the layers that no stage may end with."""
+    """The model. Its field `uncut` names the layers that must not be the last of a stage."""
     proof: Proof
     """Record of the comparison, with the largest differences."""
     warnings: tuple[str, ...]
@@ -93,8 +92,7 @@ def check_equivalence(
         loaded: Loaded model file.
         budget_s: Approximate time limit in seconds. Cuts for which no time remains are not compared.
         digests: Function that returns a digest of each layer's operators. Layers with equal digests count as equal.
-        cuts: Cuts to compare. Cut i is between layers i - 1 and i. By default, one of several equivalent cuts is
-            compared.
+        cuts: Cuts to compare. Cut i is between layers i - 1 and i. The default is one cut of each class.
         progress: Function that is called with a text about the current activity.
 
     Returns:

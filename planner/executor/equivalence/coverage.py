@@ -1,7 +1,7 @@
-"""Classes of equivalent cuts. The equivalence check compares one cut of each class.
+"""Classes of equivalent cuts. The equivalence check compares the first cut of each class.
 
-Two cuts are equivalent if their previous layers are equal, their next layers are equal, and their tensors have equal
-shapes.
+Two cuts are equivalent if their previous layers are equal, their next layers are equal, and these layers receive
+tensors of equal shapes and dtypes.
 """
 
 from collections.abc import Hashable, Sequence
@@ -20,7 +20,7 @@ class EquivalentCuts:
     """Classes of equivalent cuts of a chain. A cut is the index of the layer after it."""
 
     classes: tuple[tuple[int, ...], ...]
-    """Cuts of each class. The equivalence check compares the first cut of a class."""
+    """Cuts of each class, in order."""
     keys: tuple[Hashable, ...]
     """Key of each layer, made of its operators and input tensors. Equal layers have equal keys."""
 

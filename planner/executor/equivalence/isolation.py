@@ -35,10 +35,7 @@ _RETURNED_BYTES = 2**18
 
 
 def return_freed_blocks_to_system() -> None:
-    """Make this process return large blocks of freed memory to the system.
-
-    This saves memory but takes time.
-    """
+    """Make this process return large blocks of freed memory to the system, which saves memory but takes time."""
     keep_freed_memory(below=_RETURNED_BYTES)
 
 
@@ -67,7 +64,7 @@ class ChildError(Exception):
 class ChildProcess:
     """Forked process that runs `work(connection)` for at most `limit_s` seconds, and sends the result to its parent.
 
-    The function may exchange messages over the connection before it returns.
+    Before `work` returns, it may exchange messages over the connection.
     """
 
     def __init__(self, work: Callable[[Connection], Any], *, limit_s: float) -> None:
@@ -102,7 +99,7 @@ class ChildProcess:
         return value
 
     def end(self) -> None:
-        """End the process, which does not exit by itself after it has sent its result."""
+        """End the process. It does not exit by itself after it has sent its result."""
         if self._is_over:
             return
         self._is_over = True

@@ -49,7 +49,7 @@ def check_without_gpu(
         The model without the cuts that failed, the record of the comparison, and warnings.
 
     Raises:
-        ModelError: All cuts failed, or the model does not train in a plain loop, or it cannot be sent to a process.
+        ModelError: All cuts failed, or the model does not train in a plain loop, or cannot be sent to the process.
     """
     if not any(kind.has_own_memory and kind.count() for kind in DEVICE_KINDS.values()):
         return check_equivalence(loaded, progress=progress, **options)

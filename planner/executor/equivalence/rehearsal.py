@@ -1,9 +1,7 @@
 """Repeat forwards of stages, to find code of the model that does something else in later steps.
 
-Examples are a curriculum, and a loop whose length depends on the data.
-
-Forwards without gradients are also compared, because the first forward of a recomputed layer runs under
-`torch.no_grad`.
+Examples are a curriculum, and a loop whose length depends on the data. A forward under `torch.no_grad` is also
+compared, because the first forward of a recomputed layer runs there.
 """
 
 import time
@@ -46,7 +44,7 @@ _MOST_PARAMETERS = 20_000_000
 
 
 def check_repeated_forwards(loaded: LoadedModel, chain: Chain, *, limit_s: float) -> str:
-    """Check, in a separate process, that all forwards of the layers take the same path through the code.
+    """Check, in a separate process, that later forwards of the layers do the same as the first one.
 
     Args:
         loaded: Loaded model file.
@@ -54,10 +52,10 @@ def check_repeated_forwards(loaded: LoadedModel, chain: Chain, *, limit_s: float
         limit_s: Seconds after which the process is ended.
 
     Returns:
-        Warning if the loss differs under `torch.no_grad`; empty if it does not.
+        Text about a loss that differs under `torch.no_grad`; empty if it does not differ, or if the model is large.
 
     Raises:
-        ChildError: A forward took another path than the first one, or a layer needs values that only other stages have.
+        ChildError: A later forward does something else, or a layer needs values that only other stages have.
     """
     if sum(p.numel() for p in chain.model.parameters()) > _MOST_PARAMETERS:
         return ""
@@ -163,12 +161,12 @@ class _RepeatedForwards:
 
 @dataclass
 class _ForwardObservations:
-    """Observations of one forward, for the comparison with the first forward."""
+    """Properties of one forward, to compare with those of the first forward."""
 
     trained: list[bool] = field(default_factory=list)
     """Flag `requires_grad` of each parameter, and of each output of a stage."""
     shapes: list[str] = field(default_factory=list)
-    """Text about the shapes and types that each layer returned."""
+    """Shapes and types that each layer returned, as text."""
     loss: Tensor = field(default_factory=lambda: torch.zeros(()))
 
 
@@ -186,15 +184,15 @@ class _SharedValues:
         self._kept = set(self._at_start)
 
     def find_carried_tensors(self) -> None:
-        """Find the tensors that differ after two forwards of the same batch. Call it after each of these forwards.
+        """Find the tensors in module-level variables that are state: they differ after two forwards of a batch.
 
-        The second forward has read their values, so they are state. Other new tensors are results that are left behind.
+        Call this method after each of the two forwards. Other new tensors are results that no later forward reads.
         """
         before, self._after_forward = self._after_forward, self._find()
         self._kept |= {name for name, value in self._after_forward.items() if value != before.get(name, value)}
 
     def check(self, index: int, forward: int) -> None:
-        """Raise an error if layer `index` changed a module-level variable that another layer reads."""
+        """Raise an error if layer `index` changed a variable that another layer reads, except in `forward` 0."""
         before, self._values = self._values, self._find()
         after = without_leftover_tensors(self._values, self._kept)
         # Forward 0 may change values, to fill a cache.

@@ -35,7 +35,7 @@ _MOST_STAGES = 8
 """Largest number of ranks that run at a time."""
 
 _FEW_STAGES = 4
-"""Largest number of ranks that run at a time if the model barely fits in memory; each process takes another 100 MB."""
+"""Largest number of ranks that run at a time if the model barely fits in memory. Each further rank takes 100 MB."""
 
 _IN_PLACE_HINT = (
     "stages run forwards of several micro-batches before the first backward, so neither `forward` nor a hook may "
@@ -44,7 +44,7 @@ _IN_PLACE_HINT = (
 )
 
 _DRAWS = 2  # one is not enough, because a change may or may not flip a ReLU
-"""Number of random changes of parameters that measure the amplification of rounding errors."""
+"""Number of random changes of the parameters with which the amplification of rounding errors is measured."""
 
 
 class CutProblem(NamedTuple):
@@ -69,7 +69,7 @@ class RoundResult:
     is_failure: bool = False
     """True if an error prevented the comparison. Lack of time or memory is no error."""
     random: str = ""
-    """Difference between two runs of the plain training loop, if all cuts failed; else empty."""
+    """Text about the difference between two plain training loops, if all cuts failed; empty without a difference."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,9 +194,9 @@ class EquivalenceRound:
         return _GroupResult(without_recomputation, wrong=wrong or dict.fromkeys(cuts, still))
 
     def _problem_of_merged_stages(self, cuts: Sequence[int], differences: Sequence[StageDifferences]) -> CutProblem:
-        """Compare with stages that get no gradients merged with the next stage; return the problem.
+        """Merge stages that no backward reaches with their next stage, compare again, and return the problem.
 
-        No backward reaches these stages, so they are recomputed only together with later layers.
+        Such a stage is not recomputed alone, only together with later layers.
         """
         reached = [cut for cut, rank in zip(cuts, differences, strict=False) if rank.receives_gradients]
         return CutProblem() if len(reached) == len(cuts) else self._compare_pipeline(reached, "except-last")[1]
@@ -205,8 +205,7 @@ class EquivalenceRound:
         """Train a pipeline with these cuts, and compare it with the reference.
 
         Returns:
-            Differences of each rank, and the problem with the cuts. The problem is empty if rounding errors explain all
-            differences.
+            Differences of each rank, and the problem with the cuts; empty if rounding errors explain all differences.
         """
         trial = PipelineTrial(
             loaded=self.subject.loaded,
@@ -266,7 +265,7 @@ class EquivalenceRound:
         return [by_rank[rank] for rank in range(len(children))]
 
     def _rounding_noise(self) -> Mapping[str, float]:
-        """Return the largest relative changes of gradients, buffers and loss after rounding errors in parameters."""
+        """Return the largest relative changes of gradients, buffers and loss due to rounding errors in parameters."""
         noise: dict[str, float] = {}
         # The first step is not enough: if the last layer is initialized with zeros, earlier layers get no gradients.
         for steps in range(1, self.subject.options.steps + 1):
@@ -308,7 +307,7 @@ class _GroupResult(NamedTuple):
     wrong: Mapping[int, CutProblem] = {}
     """Problem of each cut that failed."""
     differs_recomputed: str = ""
-    """Text about a difference from the reference that occurs only with recomputation; empty if there is none."""
+    """Text about a difference that occurs only with recomputation; empty if there is none."""
 
     @property
     def relative(self) -> dict[str, float]:

@@ -21,7 +21,7 @@ DigestFunction = Callable[[Chain, LoadedModel], Sequence[str]]
 """Function that returns a digest of the operators of every layer; empty if they are unknown."""
 
 STEPS = 2
-"""Number of training steps that are compared."""
+"""Number of training steps that are compared for every model."""
 
 LATE_STEPS = 14
 """Number of further steps of a small model, to find code that behaves differently after some calls."""
@@ -35,7 +35,7 @@ _MANY_PARAMETERS = 20_000_000
 """Models with more parameters are compared without most of their repeated layers."""
 
 _MOST_BYTES = 1_600_000_000
-"""Upper bound on the bytes of parameters, gradients and optimizer state of the reference, or of all ranks."""
+"""Upper bound on the bytes of parameters, gradients and optimizer state of all processes that train at a time."""
 
 _LEAN_BYTES = 600_000_000
 """Models with more bytes of parameters are never built with their initial values."""
@@ -72,13 +72,13 @@ class CheckedModel:
     """Classes of the full model's cuts."""
     options: ReferenceOptions
     one_by_one: bool = False
-    """True if the reference must end before ranks begin, because they do not fit in memory together."""
+    """True if the reference must end before the ranks begin, because memory does not suffice for all of them."""
     reason: str = ""
     """Reason why the optimizer is not compared; empty if it is compared."""
 
     @classmethod
     def choose(cls, request: CheckRequest, whole: Chain, size: int, *, lean: bool) -> "CheckedModel":
-        """Return the model to train, with the options of its training.
+        """Return the model to train: the full model, or a shortened one if the model is large.
 
         Args:
             request: Model, cuts and time limit of the check.
@@ -148,7 +148,7 @@ class CheckedModel:
 
     @property
     def compared_cuts(self) -> dict[int, int]:
-        """For each cut of the user's model to compare, the equivalent cut of `chain`."""
+        """Cuts of the user's model that are compared, each with its equivalent cut of `chain`."""
         if self.chain is self.whole:
             return {cut: cut for cut in self.cut_classes.representatives}
         places = {end: cut for cut, end in enumerate(self.chain.ends, start=1)}
@@ -180,7 +180,7 @@ def _bytes_of(chain: Chain) -> int:
 
 
 def layer_starts(chain: Chain) -> tuple[LayerStart | None, ...]:
-    """Return the module call at which each layer starts, for all layers except the first."""
+    """Return the module call at whose begin or end each layer starts, for all layers except the first."""
     if chain.outline is None:
         seen: list[int] = []
         starts: list[LayerStart | None] = []
@@ -193,7 +193,7 @@ def layer_starts(chain: Chain) -> tuple[LayerStart | None, ...]:
 
 
 def _call_at(calls: Sequence[ModuleCall], cut: int) -> LayerStart | None:
-    """Return the module call that ends just before the cut, else the first call that starts after it, else None.
+    """Return the start of a layer: the end of a call just before the cut, else the begin of the next call, else None.
 
     Args:
         calls: Module calls in a recorded forward.
