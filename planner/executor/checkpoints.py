@@ -4,8 +4,7 @@
         rank-00000.safetensors      tensors of a rank; its other state as JSON: options, random states, data position
         checkpoint.json             index: run and plan, the file of each tensor, and digests of the files
 
-A checkpoint is written into a hidden folder, which is renamed when every rank has written its file. A folder called
-`step-…` is therefore always complete (module `keep.saved`).
+A checkpoint is written into a hidden folder, which is renamed when every rank has written its file (`keep.saved`).
 
 Every rank writes a file. Parameters, buffers and optimizer state are equal in all replicas, so only ranks of the first
 replica store them. A tied weight is stored by each of its stages, so that a rank need not open another stage's file.
@@ -164,10 +163,9 @@ class Checkpoints:
             raise StoppedBySignal(128 + signalled)
 
     def close(self) -> None:
-        """Save the state at the end of the training loop, unless it is already saved.
+        """Save the state after the training loop, unless it is already saved. The loop may end before `steps` steps.
 
-        The loop may end before `steps` steps, for example by early stopping. `pipeline_script` calls this method at the
-        end of its block. Other scripts must call it after their last step.
+        `pipeline_script` calls this method at the end of its block. Other scripts must call it after their last step.
         """
         step = self._pipeline.step_index
         if self._folder is None:

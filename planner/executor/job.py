@@ -81,10 +81,7 @@ def _read_balance_for(path: Path, num_processes: int) -> Balance:
 
 
 def load_planned_model(balance: Balance, folder: Path) -> LoadedModel:
-    """Load the model file that a balance configuration names, in the planned precision.
-
-    The path of the model file is relative to `folder`, the folder of the balance configuration.
-    """
+    """Load the model file that a balance configuration in `folder` names, in the planned precision."""
     path, colon, entry = balance.model.source.rpartition(":")
     source = f"{os.path.relpath(folder / path)}{colon}{entry}"
     return reload_model(source, balance.model, balance.dtype, optimizer=balance.optimizer)

@@ -65,8 +65,7 @@ class MiniBatches:
             loader: User's loader; None for the model's data.
 
         Raises:
-            UsageError: A resumed run continues in the middle of a loader's epoch, but `loader` is None or another
-                loader.
+            UsageError: A resumed run continues within the epoch of a loader, but `loader` is None or differs from it.
         """
         drawn: Iterator[Any]
         own_part = self.own_part
@@ -160,8 +159,7 @@ class MiniBatches:
     def loss_item_counts(self, parts: Sequence[MiniBatchPart]) -> list[float]:
         """Return the number of items over which the loss of each micro-batch is a mean.
 
-        Items are samples, labels, or what the model's `loss_count` counts. The list is empty on ranks without the last
-        stage.
+        Items are samples, labels, or what `loss_count` counts. Without the last stage, the list is empty.
         """
         if not self._job.place.is_last:
             return []
@@ -174,10 +172,7 @@ class MiniBatches:
         return [float(part.micro_batch_size) for part in parts for _ in range(part.micro_batches)]
 
     def input_tensors(self, part: MiniBatchPart) -> list[Tensor]:
-        """Return the model's input tensors on the device, in the planned precision.
-
-        The list is empty on ranks without the first stage.
-        """
+        """Return the model's input tensors on the device, in the planned precision; none without the first stage."""
         if not self._job.place.is_first:
             return []
         return tensors_in_value(to_precision(to_device(part.batch.inputs, self._job.device), self._job.balance.dtype))
@@ -199,7 +194,7 @@ class MiniBatches:
         return self._loader.state_dict() if self._loader is not None else self._loader_state
 
     def load_state_dict(self, state: Any) -> None:
-        """Store the loader's state from a checkpoint, until the script passes its loader."""
+        """Keep the state of a loader from a checkpoint until the script passes the loader."""
         self._loader_state = check_loader_state(state)
         self._first, self.is_compared = None, False
 

@@ -38,22 +38,19 @@ if TYPE_CHECKING:
 
 
 class Pipeline:
-    """Stages of this process in the pipeline that a `balance.yaml` describes.
-
-    Every rank of the job creates a `Pipeline`.
+    """Stages of this process in the pipeline that a `balance.yaml` describes. Every rank creates a `Pipeline`.
 
     Args:
         balance_path: Path of the balance configuration that `gpipe-plan emit` writes.
         seed: Seed of initial parameters, example batches and dropout.
         device: Name of the device to use; None for the device of the plan.
-        timeout_s: Seconds after which a transfer fails.
+        timeout_s: Timeout of a transfer in seconds. 30 s are added, because the failure watch has better messages.
         check_nan: If true, check that every output and gradient is finite, in addition to the loss. Each check waits
             for the device.
         watch: FailureWatch of this process; None if other ranks need not be watched.
         on_step: Function that is called on rank 0 after each `with pipeline.step(…)` block. Its time is not part of the
             recorded step time.
-        built: Model and its structure, if the caller has loaded them; None to load the model that the balance
-            configuration names.
+        built: Model and its structure; None to load the model that the balance configuration names.
 
     Raises:
         UsageError: The plan needs another number of processes, or the device is missing.
@@ -131,10 +128,7 @@ class Pipeline:
 
     @property
     def step_index(self) -> int:
-        """Number of completed steps, including those before a resume.
-
-        This number determines the random draws of the next step.
-        """
+        """Number of completed steps, with those before a resume. It determines the random draws of the next step."""
         return self._trainer.step_index
 
     @step_index.setter
@@ -179,10 +173,7 @@ class Pipeline:
 
     @property
     def code_digests(self) -> dict[str, str]:
-        """Digests of the model's code: one of the loss, by the key `loss`, and one of the layers, by `layers`.
-
-        A resumed run compares the digests, to detect changes.
-        """
+        """Digests of the code of the loss (`loss`) and of the layers (`layers`). A resumed run compares them."""
         return self._assembly.code_digests
 
     def state_dict(self) -> dict[str, Any]:
@@ -308,10 +299,7 @@ class Pipeline:
         self._trainer.check_same_phase("checkpoint")
 
     def report(self) -> RunReport | None:
-        """Return the report of the run on rank 0; None on other ranks.
-
-        Every rank must call this method.
-        """
+        """Return the report of the run on rank 0; None on other ranks. Every rank must call this method."""
         self.end_loop()
         self._recorder.close()
         self.activity.begin("the report", waits_for=ANY)

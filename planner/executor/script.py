@@ -135,9 +135,7 @@ def pipeline_script(
 def checkpoints(
     pipeline: Pipeline, options: ScriptArguments, optimizer: torch.optim.Optimizer, **stateful: Any
 ) -> Checkpoints:
-    """Return the writer of checkpoints.
-
-    If the command line requests it, first resume a run or load weights.
+    """Return the writer of checkpoints. If the command line requests it, first resume a run or load weights.
 
     Args:
         pipeline: Pipeline of this rank.
@@ -213,10 +211,7 @@ def _finish(pipeline: Pipeline, options: ScriptArguments, folder: Path) -> None:
 
 
 def _print_drift(balance: Balance, report: RunReport, folder: Path, report_path: str | None) -> None:
-    """Print how the run differs from its plan, and the commands to replan. Print nothing if the run is as planned.
-
-    Times are not compared if the processes have too few CPU cores.
-    """
+    """Print how the run differs from its plan, and the commands to replan. Ignore times if CPU cores are too few."""
     num_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     is_crowded = report.device.kind == "cpu" and core_shortage_reason(num_here, balance.threads, usable_cores())
     drift = deviating_figures(balance, report, are_times_judged=not is_crowded)

@@ -50,7 +50,7 @@ class Trainer:
         self._script = ScriptChanges(self._parameters.values() if job.place.num_devices > 1 else [])
         self._agreement = PhaseAgreement(job.place, assembly.groups, job.device, job.activity, script=self._script)
         self._frozen = [name for name, parameter in self._parameters.items() if not parameter.requires_grad]
-        """Names of the parameters that `build_model` freezes and that no forward has unfrozen."""
+        """Names of the parameters that `build_model` freezes, and no `forward` has unfrozen."""
         is_float16 = autocast_dtype(job.balance.dtype) == torch.float16
         self._loss_scale = LossScale(self._parameters.values(), job.device) if is_float16 else None
         self.step_index = 0
@@ -207,7 +207,7 @@ class Trainer:
             )
 
     def _norms(self) -> AbstractContextManager[None]:
-        """Return a context manager that refuses `clip_grad_norm_` if the norm lacks gradients of other ranks."""
+        """Return a context manager that refuses `clip_grad_norm_` if its norm lacks gradients of other ranks."""
         if self._job.place.num_devices == 1:
             return nullcontext()
         stages = self._job.balance.stages
@@ -226,12 +226,7 @@ class Trainer:
             ) from error
 
     def _compute(self, agreed: Sequence[tuple[MiniBatchPart, int, list[float]]]) -> float:
-        """Compute the gradients of a step, and return its loss.
-
-        Args:
-            agreed: For each part of the mini-batch: the part, the index of its first micro-batch in the step, and the
-                weights of its micro-batches' losses.
-        """
+        """Compute the gradients of a step, and return its loss. See `_forward_backward` for `agreed`."""
         losses, loss = self._forward_backward(agreed)  # locals, because the optimizer needs the memory of the losses
         self._sum_gradients()
         return self._sum_loss(losses, loss, sum(part.num_samples for part, *_ in agreed))

@@ -42,15 +42,15 @@ from planner.model.chain import Layer
 MICRO_BATCHES = 8
 _WARM_UPS, _STEPS = 2, 8
 _SIZES = 1024, 1024 * 1024
-"""Numbers of float32 values per message between the two measured processes. The messages have 4 KiB and 4 MiB."""
+"""Numbers of float32 values in a message between the two processes: 4 KiB and 4 MiB."""
 
 
 class MeasuredExecutor(NamedTuple):
-    """Measured cost of the executor."""
+    """Result of `measure_executor`: the executor's cost, and whether it was measured without disturbance."""
 
     cost: ExecutorCost
     is_alone: bool
-    """True if each process had a core for itself, so that the cost may be stored."""
+    """True if no other program slowed the processes down. Only such a cost is stored."""
 
 
 def executor_cost(cache: Path, *, warn: Callable[[str], None]) -> ExecutorCost:
@@ -137,7 +137,7 @@ class _Run(NamedTuple):
 
     steps: tuple[RunStep, ...]
     core_share: float
-    """CPU time of the process, divided by the time in which it could run; 0 if unknown."""
+    """Run time of the main thread, divided by its run time plus its wait for a free CPU core; 0 if unknown."""
 
 
 def _timed(spans: list[RunSpan], stage: int, kind: Label, work: Callable[[], Any], *, micro_batch: int) -> Any:

@@ -1,9 +1,8 @@
 """Measure the links between neighboring processes of a pipeline, with torchrun.
 
 Over gloo, a transfer occupies sender and receiver, and adds more time to a step than moving the bytes takes. The link
-is therefore measured by timing training steps, as in `planner.executor.measure.calibrate` for two processes of one
-machine. Transfers over NCCL overlap with computation, so no training step is needed. A message is sent back and forth,
-and half of the time is the transfer time.
+is therefore measured by timing training steps, as in `planner.executor.measure.calibrate`. Transfers over NCCL overlap
+with computation. So a message is sent back and forth, and half of the time is the transfer time.
 """
 
 import os
@@ -34,9 +33,7 @@ Group = dist.ProcessGroup
 
 
 def measure_links(device: str = "auto", progress: Callable[[str, int, int], None] = lambda *_: None) -> Links | None:
-    """Measure the link from every process to the next process, one pair after another.
-
-    Every process must call this function.
+    """Measure the link from every process to the next one, pair by pair. Every process must call this function.
 
     Args:
         device: `cpu`, `cuda`, or `auto`: CUDA if every process of this machine has a separate device.

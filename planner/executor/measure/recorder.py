@@ -25,7 +25,7 @@ WARM_UP_STEPS = 2
 _KEPT_STEPS = 20
 
 _RECOMPUTING = frozenset(kind.label for kind in KINDS.values() if kind.direction < 0)
-"""Actions that may begin with recomputation."""
+"""Kinds of actions that may begin with a recomputation."""
 
 
 class _PendingSpan(NamedTuple):
@@ -54,9 +54,9 @@ class RunRecorder:
         gc.collect()  # otherwise garbage that is collected later would reduce the measured memory
         self._memory = self._device.peak_watch()
         self._warm = ThreadTime()
-        """CPU time of this thread at the end of the warm-up."""
+        """Run and waiting time of this thread until the end of the warm-up."""
         self.core_share = 0.0
-        """CPU time of this thread since the warm-up, divided by the time in which it could run; 0 if unknown."""
+        """Run time of this thread since the warm-up, as a share of run time and wait for a CPU core; 0 if unknown."""
 
     def timed(self, kind: RunSpanKind, work: Callable[[], Any], *, stage: int = 0, micro_batch: int = 0) -> Any:
         """Run `work`, and record its time as an action of a micro-batch.

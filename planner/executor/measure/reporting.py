@@ -1,9 +1,8 @@
 """Collect the recordings of all processes on the first rank, and make the run report.
 
-All times are converted to the first rank's clock. On one machine, all processes read the same clock
-(`time.perf_counter_ns` counts from the machine's start). A process on another machine exchanges a few messages with the
-first rank. The fastest round trip gives the offset between the clocks, with an error of at most half of that round
-trip.
+All times are converted to the first rank's clock. Processes on the first rank's machine read the same clock. A process
+on another machine exchanges a few messages with the first rank. The fastest round trip gives the offset between the
+clocks, with an error of at most half of that round trip.
 """
 
 import platform
@@ -88,9 +87,7 @@ def run_report(
 def clock_offset_ns(
     rank: int, peer: int, device: torch.device, clock_ns: Callable[[], int] = time.perf_counter_ns
 ) -> int:
-    """Measure the offset between the clocks of rank 0 and another rank.
-
-    Both ranks must call this function.
+    """Measure the offset between the clocks of rank 0 and another rank. Both ranks must call this function.
 
     Args:
         rank: Rank of this process: 0 or `peer`.

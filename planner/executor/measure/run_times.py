@@ -68,7 +68,7 @@ class Transfer(NamedTuple):
     end_ns: int
     """Time at which the receiver began to use the tensors."""
     is_waited_for: bool
-    """True if the receiver was already idle when the sender had the tensors ready."""
+    """True if the receiver already waited when the sender had the tensors ready."""
 
     @property
     def boundary(self) -> int:
@@ -83,18 +83,15 @@ class StepWaits:
     window_ns: int
     """Length of the analyzed period, which is the same for all processes."""
     begins_ns: Mapping[int, int]
-    """Start of the analyzed period of each process, by rank."""
+    """Start of the analyzed period, by rank."""
     idle_ns: Mapping[int, int]
     """Time that each process waited for tensors that were not ready, by rank."""
     transfers: tuple[Transfer, ...]
     overhead_ns: tuple[int, ...]
-    """Executor's own time before each action that received nothing."""
+    """Executor's own time before every action of the step that received nothing, over all processes."""
 
     def bubble(self, overhead_ns: float = 0.0) -> float:
-        """Return the fraction of the step that processes spend waiting or in transfers.
-
-        `overhead_ns`, the executor's own time, is subtracted from each transfer.
-        """
+        """Return the share of idle and transfer time in the step. `overhead_ns` is subtracted from each transfer."""
         within = (t for t in self.transfers if t.start_ns >= self.begins_ns[t.receiver])
         moved = sum(max(0.0, t.end_ns - t.start_ns - overhead_ns) for t in within)
         waited = sum(self.idle_ns.values()) + moved
@@ -102,10 +99,7 @@ class StepWaits:
 
 
 def find_waits(processes: Mapping[int, Iterable[RunSpan]]) -> StepWaits:
-    """Return idle times, transfers and the executor's overhead in one step of a pipeline.
-
-    `processes` has the actions of each process, by rank, on the same clock.
-    """
+    """Return idle times, transfers and overhead in one step, from the actions of every rank on one clock."""
     rows = {
         rank: sorted((s for s in spans if s.kind in _KINDS), key=lambda s: s.start_ns)
         for rank, spans in processes.items()
@@ -159,7 +153,7 @@ class MeanWaits:
     transfer_us: Mapping[int, float]
     """Time of received transfers per step, by receiving stage."""
     crossing_us: Mapping[tuple[RunSpanKind, int], float]
-    """Time of one transfer, by direction and by the stage before the boundary."""
+    """Time of one transfer, by direction (`forward` or `backward`) and by the stage before the boundary."""
 
 
 def mean_waits(processes: Mapping[int, Iterable[RunStep]], *, overlaps: bool) -> MeanWaits | None:

@@ -40,10 +40,7 @@ OnStep = Callable[[StepRecord], None]
 
 
 class StepCallback:
-    """Callback of the script that is called after every step, on one rank.
-
-    Its random draws use separate generators, so that the generators of all ranks stay equal.
-    """
+    """Callback of the script after every step, on one rank. Its random draws do not affect the run's."""
 
     def __init__(self, on_step: OnStep, seed: int) -> None:
         self._on_step, self._states = on_step, SeparateRandomStates(HostRandomStates.seeded(seed))

@@ -12,10 +12,7 @@ from planner.files.trace import TraceSlice, trace_text
 
 
 def measured_trace_json(runs: Sequence[ProcessRun], title: str) -> str:
-    """Return the trace of all processes as JSON text.
-
-    Time 0 is the start of the first recorded action.
-    """
+    """Return the trace of all processes as JSON text. Time 0 is the start of the first recorded action."""
     begin_ns = min((span.start_ns for run in runs for step in run.steps for span in step.spans), default=0)
     num_stages = max((span.stage + 1 for run in runs for step in run.steps for span in step.spans), default=1)
     num_devices = len({run.rank for run in runs}) // len({run.replica for run in runs} or {0})
