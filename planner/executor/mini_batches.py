@@ -180,9 +180,7 @@ class MiniBatches:
     def targets(self, part: MiniBatchPart, weights: Sequence[float]) -> list[Any]:
         """Return the targets of every micro-batch; an empty list on ranks without the last stage.
 
-        Args:
-            part: Part of the mini-batch.
-            weights: Weight of each micro-batch's loss. Targets of a micro-batch with weight 0 become a placeholder.
+        If the loss of a micro-batch has the weight 0, its targets become a placeholder.
         """
         if not self._job.place.is_last:
             return []

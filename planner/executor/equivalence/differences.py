@@ -110,15 +110,12 @@ def compare_update(differences: StageDifferences, name: str, value: Tensor, *, r
 
 
 def largest_unexplained_difference(relative: Mapping[str, float], noise: Callable[[], Mapping[str, float]]) -> str:
-    """Describe the largest difference that is not a rounding error.
+    """Describe, in one line, the largest difference that is not a rounding error; empty if there is none.
 
     Args:
         relative: Relative differences of the compared values, by name.
         noise: Function that changes all parameters by a rounding error, and returns the relative changes of the
             compared values.
-
-    Returns:
-        One line of text; empty if rounding errors explain all differences.
     """
     large = {what: size for what, size in relative.items() if not size <= LIMIT}
     if not large:

@@ -1,17 +1,11 @@
 """State that is neither in tensors of the model nor in the optimizer's state of a parameter.
 
-A checkpoint stores:
+A checkpoint stores `get_extra_state()` of modules, and for an optimizer outside `torch.optim` the state that belongs to
+no single parameter and further entries of its `state_dict`.
 
-    optimizer       state that belongs to no single parameter, and further entries of the optimizer's `state_dict`
-    extra state     `get_extra_state()` of modules
-
-A checkpoint does not store:
-
-- Python numbers, random generators and tensors in plain attributes
-- buffers that are not persistent
-- optimizers within an optimizer
-
-If state that is not stored changes in training, a warning names it, because a resumed run would lose the change.
+A checkpoint does not store plain attributes (Python numbers, random generators, tensors), buffers that are not
+persistent, and optimizers within an optimizer. If these change in training, a warning names them, because a resumed run
+would lose the change.
 """
 
 import dis

@@ -157,14 +157,10 @@ class MeanWaits:
 
 
 def mean_waits(processes: Mapping[int, Iterable[RunStep]], *, overlaps: bool) -> MeanWaits | None:
-    """Return the mean times in which the processes of a pipeline do not compute.
+    """Return the mean times in which processes do not compute; None if no step was recorded by all processes.
 
-    Args:
-        processes: Steps of each process, by rank, on the same clock.
-        overlaps: True if transfers overlap with computation.
-
-    Returns:
-        The mean times; None if no step was recorded by all processes.
+    `processes` has the steps of each process, by rank, on the same clock. `overlaps` is true if transfers overlap with
+    computation.
     """
     by_step: dict[int, dict[int, Iterable[RunSpan]]] = {}
     for rank, steps in processes.items():

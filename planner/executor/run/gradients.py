@@ -110,9 +110,7 @@ def release_memory(summed: Tensor) -> None:
 def refuse_norm_of_own_gradients(parameters: Mapping[str, Tensor], layers: Sequence[str]) -> Iterator[None]:
     """Refuse `torch.nn.utils.clip_grad_norm_` in the `with` block if its norm lacks gradients of other ranks.
 
-    Args:
-        parameters: Parameters of this rank, by name.
-        layers: Names of this rank's layers.
+    `parameters` are this rank's parameters by name, and `layers` the names of its layers.
     """
     whole_norm = torch.nn.utils.get_total_norm
 
