@@ -106,15 +106,7 @@ class RecomputeFitter:
         return minimal.reshape(num_devices, len(cuts), -1).swapaxes(0, 1)
 
     def excess_by_combination(self, cuts: IntArray, devices: IntArray) -> FloatArray:
-        """Return the bytes by which one device of each partition exceeds its memory limit.
-
-        Args:
-            cuts: Cuts of each partition, shape (partitions, stages + 1).
-            devices: Device to examine in each partition: a sorted array of shape (partitions,).
-
-        Returns:
-            Bytes for each row of `RecomputeFitter.combinations`, shape (partitions, combinations).
-        """
+        """Return the result of `Evaluator.excess_by_combination` for the choices in `combinations`."""
         return self._evaluator.excess_by_combination(cuts, devices, self._places)
 
     @cached_property

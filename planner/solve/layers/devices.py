@@ -69,7 +69,7 @@ class RecomputeSearch:
         self._answers: dict[tuple[int, ...], tuple[Recomputation, ...]] = {}
         self._stages: dict[tuple[int, int], _StageTables] = {}
         self.num_solved = 0
-        """Number of searches for the recomputed layers of a stage so far."""
+        """Number of searches for recomputed layers so far: of one stage, or of all stages of a device together."""
 
     def recomputations(self, device: int, cuts: IntArray) -> tuple[Recomputation, ...]:
         """Return good recomputations of a device, best first; if none fits, those that exceed the limit least."""

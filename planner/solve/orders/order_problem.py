@@ -80,7 +80,7 @@ class OrderProblem:
     is_whole: tuple[bool, ...]
     """True for stages with whole backwards (B); False for stages with split backwards (I and W)."""
     limits_bytes: tuple[float, ...]
-    """Memory limit of each device."""
+    """Memory limit of each device minus its reserve, in bytes."""
     own_us: tuple[float, ...]
     """Time of optimizer steps and all-reduces after the last action of each device."""
 
