@@ -214,7 +214,11 @@ def _other_schedules(profile: Profile, request: Request) -> Iterator[str]:
 
 def _descent_finds_fit(cases: Sequence[Case]) -> bool:
     most = max((case.micro_batches for case in cases), default=0)
-    able = (case for case in cases if case.micro_batches == most and not case.costs.is_split_backward_assumed)
+    able = (
+        case
+        for case in cases
+        if case.micro_batches == most and not case.costs.is_split_backward_assumed and not state_exceeds_memory(case)
+    )
     return any(_least_excess_found_bytes(case) <= 0 for case in able)
 
 
@@ -366,12 +370,11 @@ def _limits_text(inputs: Inputs, cases: Sequence[Case]) -> str:
 
 
 def _least_excess_found_bytes(case: Case) -> float:
+    # Only the largest number of devices that has allowed partitions is searched: fewer devices have less memory.
     # Infinite if a rule forbids all partitions, or if the search would take too long.
-    least = np.inf
-    for num_devices in range(case.num_devices, 0, -1):
-        if least > 0:
-            least = min(least, _least_excess_of_descent_bytes(Evaluator(case, num_devices)))
-    return float(least)
+    counts = range(case.num_devices, 0, -1)
+    each = (_least_excess_of_descent_bytes(Evaluator(case, num_devices)) for num_devices in counts)
+    return next((least for least in each if least < np.inf), np.inf)
 
 
 def _least_excess_of_descent_bytes(evaluator: Evaluator) -> float:
@@ -380,7 +383,9 @@ def _least_excess_of_descent_bytes(evaluator: Evaluator) -> float:
         return np.inf
     balance = case.rules.balance
     cuts = np.cumsum([0, *balance]) if balance else np.linspace(0, num_layers, num_stages + 1).astype(np.int64)
-    return min(_descend_to_least_excess(evaluator, cuts, np.full(num_stages, choice)) for choice in evaluator.allowed)
+    starts = np.repeat(np.array(evaluator.allowed)[:, None], num_stages, axis=1)
+    best = int(_excess_bytes(evaluator, np.repeat(cuts[None], len(starts), axis=0), starts).argmin())
+    return _descend_to_least_excess(evaluator, cuts, starts[best])
 
 
 def _descend_to_least_excess(evaluator: Evaluator, cuts: IntArray, choices: IntArray) -> float:
