@@ -42,8 +42,7 @@ class TiedParameters:
     """Time of the optimizer's step for these parameters."""
     cast_bytes: float = 0.0
     sum_bytes: float = 0.0
-    """Bytes of the largest tensor that autograd allocates for the sum of both layers' gradients; 0 if it adds in place.
-    """
+    """Bytes of the largest tensor that autograd allocates to sum both layers' gradients; 0 if it adds in place."""
     converted_bytes: float = 0.0
     """Gradient bytes of shared parameters for which layer `second` uses low-precision copies (autocast)."""
     is_pair_known: bool = True
@@ -157,12 +156,9 @@ class SplitBackwardCosts:
     input: FloatArray
     """Highest memory of the I of any micro-batch except the first."""
     end_first_input: FloatArray
-    """`first_input` if the layer ends a stage. The layer's output and the gradient of this output are not included."""
+    """`first_input` if the layer ends a stage, without the layer's output and the output's gradient."""
     end_input: FloatArray
-    """Highest memory of the I of any micro-batch except the first, if the layer ends a stage.
-
-    The layer's output and the gradient of this output are not included.
-    """
+    """`input` if the layer ends a stage, without the layer's output and the output's gradient."""
     first_weight: FloatArray
     """Highest memory of the first micro-batch's W, including the parameter gradients that W allocates."""
     weight: FloatArray
@@ -196,15 +192,12 @@ class LayerMemoryModel(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Storages:
-    """Tensor storages that cross boundaries between layers, including the model's input and output.
-
-    Arrays have one entry per storage.
-    """
+    """Tensor storages that cross boundaries between layers, including the model's input and output; one entry each."""
 
     maker: IntArray
     """Layer that makes the storage; -1 for the model's input."""
     until: IntArray
-    """Last layer that receives the storage; the number of layers for the model's output."""
+    """Last layer that receives the storage. For the model's output, this is the number of layers."""
     saved_by_readers: FloatArray
     """Bytes of the storage if any receiving layer saves it for backward, else 0."""
     saved_by_maker: FloatArray

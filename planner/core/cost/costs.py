@@ -39,10 +39,7 @@ def covers_size(profile: Profile, micro_batch_size: int, *, extrapolate: bool) -
 
 
 def saved_bytes(details: Sequence[MemoryDetail]) -> list[int]:
-    """Return the bytes that each layer saves for backward.
-
-    A storage that several layers save counts once, for the layer that creates it.
-    """
+    """Return the bytes that each layer saves for backward; a storage counts once, for the layer that creates it."""
     return [int(size) for size in CrossingStorages(details).saved()]
 
 

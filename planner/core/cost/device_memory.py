@@ -30,8 +30,8 @@ from planner.core.values.placement import Placement, device_of
 from planner.core.values.plan import ITEMS, Item, Recompute, StageMemory
 
 _MOST_PRODUCTS, _LEAST_ROWS = 2**17, 8
-"""Limits for one matrix product: it has as many partitions as `_MOST_PRODUCTS` multiplications allow, but at least
-`_LEAST_ROWS`. Linear algebra libraries start threads for larger products, which takes more CPU time in all."""
+"""Largest number of multiplications in a matrix product, unless it has at most `_LEAST_ROWS` partitions. For larger
+products, linear algebra libraries start threads, which takes more CPU time in all."""
 
 _MUCH: Final = 2.0**48
 """Bytes above any real size, yet small enough that sums with it are exact to one byte."""
@@ -48,8 +48,7 @@ _ITEM_OF: Final[Mapping[PartName, Item]] = {
     **dict.fromkeys(("output_gradient", "input_gradient"), "transfer"),
     "optimizer_step": "working",
 }
-"""Component under which a plan lists each part; parts of running actions, which have several components, are left
-out."""
+"""Component under which a plan lists each part, without parts of running actions, which have several components."""
 
 
 class ChunkMemory(NamedTuple):
@@ -61,10 +60,7 @@ class ChunkMemory(NamedTuple):
     """Bytes of one allocation of each kind (`PARTS`), shape (parts,)."""
 
     def without(self, shared: "SharedBytes", *, exact: bool) -> "ChunkMemory":
-        """Return the memory of this chunk without bytes that another chunk of the device also stores.
-
-        `shared` has these bytes, in arrays of shape (1, 1). `exact` is `ChainCosts.exact`.
-        """
+        """Return the memory without bytes `shared` with another chunk, shape (1, 1); `exact` is `ChainCosts.exact`."""
         _, parts = subtract_shared(np.zeros((1, 1)), self.parts[None, None], shared, exact=exact)
         left = dict(self.always.items())
         for name in ("parameters", "optimizer") if exact else ("parameters", "optimizer", "gradients"):
@@ -97,16 +93,13 @@ class ChunkMemoryFunction(NamedTuple):
 
         Args:
             saved: Bytes S that one micro-batch saves, shape (..., 1).
-            peaks: Fields of `LayerPeaks`, and a 0 for allocations without a peak; shape (..., 4).
+            peaks: Fields of `LayerPeaks`, then a 0, which `peak` = -1 selects; shape (..., 4).
         """
         parts: FloatArray = np.maximum(self.least, self.rest + self.saved * saved) + peaks[..., self.peak]
         return parts
 
     def without(self, shared: "SharedBytes", *, exact: bool) -> "ChunkMemoryFunction":
-        """Return the memory of this chunk without bytes that another chunk of the device also stores.
-
-        `shared` has these bytes, in arrays of shape (1, 1). `exact` is `ChainCosts.exact`.
-        """
+        """Return the memory without bytes `shared` with another chunk, shape (1, 1); `exact` is `ChainCosts.exact`."""
         always, least = subtract_shared(np.full((1, 1), self.always), self.least[None, None], shared, exact=exact)
         _, rest = subtract_shared(np.zeros((1, 1)), self.rest[None, None], shared, exact=exact)
         return self._replace(always=float(always.item()), least=least[0, 0], rest=rest[0, 0])

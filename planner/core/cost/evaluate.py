@@ -132,10 +132,7 @@ class Evaluation:
 
     @cached_property
     def optimizer_us(self) -> float:
-        """Time by which all-reduces and optimizer steps delay the next step, in microseconds.
-
-        Not valid for schedules that split backwards.
-        """
+        """Microseconds by which all-reduces and optimizer steps delay the next step; not valid with split backwards."""
         between_steps_us = self.between_steps_us
         # A device's first chunk is the last one that it runs in a step, and the first one in the next step.
         first = self.stage_times[: self.partition.num_devices]
@@ -274,10 +271,7 @@ class Evaluation:
         )
 
     def plan(self, inputs: Inputs, solver: SolverReport) -> Plan:
-        """Return a plan with the partition, its predictions, the request `inputs` and the report of the search.
-
-        If `solver.status` is `given`, the plan's gap and lower bounds are 0.
-        """
+        """Return a plan with the partition and its predictions; with status `given`, its gap and lower bounds are 0."""
         partition, bare = self.partition, SolverReport(method=solver.method, status="given")
         return Plan(
             generator=THIS_TOOL,

@@ -24,9 +24,8 @@ If each layer has a `MemoryDetail`:
     added to held     its own saved tensors, and the part of   pending, c, w, and the part of its output
                       its output that a layer saves            that a later layer saves
 
-The maximum is over the repeated forward (w + g + f) and the backward that follows it (b).
-
-If a layer is not recomputed, its pending storages are freed before its backward.
+A recomputed layer repeats its forward (w + g + f) before its backward (b). If a layer is not recomputed, its pending
+storages are freed before its backward.
 
 Without `MemoryDetail`, each peak is temporary memory on top of all saved memory. If a layer is recomputed, its peak
 also includes its saved bytes or its output, whichever is larger.
@@ -94,12 +93,11 @@ class StageLayers:
     first: int
     end: int
     stacked: bool
-    """True if the memory while a layer runs is its peak plus the saved bytes of earlier layers. False if it is its peak
-    plus the saved bytes of all layers."""
+    """True if a running layer needs its peak plus the saved bytes of earlier layers; False: of all layers."""
     peaks: LayerPeaks
     """Arrays of shape (2, end - first). Row 0: the layer is not recomputed; row 1: it is recomputed."""
     held: FloatArray
-    """Bytes that each layer saves, without storages in `pending`; shape and rows as in `peaks`."""
+    """Bytes that each layer saves without and with recomputation, except `pending`; shape (2, end - first)."""
     pending: tuple[tuple[PendingStorage, ...], ...]
     """Storages that each layer creates for later layers."""
     can_recompute: BoolArray
@@ -107,8 +105,8 @@ class StageLayers:
     passed: FloatArray
     """Entry i: bytes of the stage's input that no layer saves, but that layer `first + i` or a later layer receives.
 
-    Shape (end - first + 1,). Entry 0 is 0, because the first layer's input is counted separately. All entries are 0 if
-    the stage does not copy its input.
+    Shape (end - first + 1,). Entry 0 is 0, because the received input is counted separately. All entries are 0 if the
+    stage sends the received input itself, not a copy.
     """
 
     @classmethod
@@ -145,10 +143,7 @@ class StageLayers:
         )
 
     def saved_and_peaks(self, recomputed: Collection[int]) -> SavedAndPeaks[float]:
-        """Return the stage's saved bytes and peaks if it recomputes the layers `recomputed` (indices in the chain).
-
-        Complexity: O(end - first).
-        """
+        """Return the stage's saved bytes and peaks if it recomputes the layers `recomputed` (indices in the chain)."""
         is_recomputed = np.zeros((1, self.end - self.first), dtype=np.bool_)
         is_recomputed[0, [n - self.first for n in recomputed]] = True
         return SavedAndPeaks(*(float(each[0]) for each in self.saved_and_peaks_by_choice(is_recomputed)))
@@ -294,10 +289,7 @@ def _peaks(costs: ChainCosts, first: int, end: int, copied: FloatArray, own_copy
 
 
 def cast_gradient_peaks(costs: ChainCosts) -> FloatArray:
-    """Return the memory that each layer needs to convert gradients of autocast's weight copies to parameter gradients.
-
-    The gradients of the copies are not included.
-    """
+    """Return the bytes that each layer needs to convert gradients of autocast copies, besides these gradients."""
     return np.maximum(_peaks_with_and_without_grad(costs)[0].backward - costs.state.casts, 0.0)
 
 
@@ -305,8 +297,8 @@ def recomputed_backward_peaks(costs: ChainCosts) -> tuple[FloatArray, FloatArray
     """Return each layer's peak in the first micro-batch's backward under autocast, if the layer is recomputed.
 
     Returns:
-        Peak of each layer, including the gradients of all later layers of the chain; and the cumulative sums of the
-        layers' gradient bytes.
+        Peak of each layer, including the gradients of all later layers of the chain; and the gradient bytes of each
+        layer and all earlier layers.
     """
     # Gradients of autocast's weight copies exist until the stage's backward ends.
     uncopied = np.maximum(costs.gradients - 2 * costs.state.casts, 0.0)

@@ -135,9 +135,7 @@ def single_stage_table(
     recomputed: Collection[int],
     splits_backward: bool = False,
 ) -> tuple[StageTable, Recompute]:
-    """Return a table with one stage, and the stage's actual recompute choice: `never` if it has no backward.
-
-    The stage is in the last column of the table.
+    """Return a table whose last column has the stage, and its recompute choice: `never` if it has no backward.
 
     Args:
         costs: Costs of the layers at the plan's micro-batch size.

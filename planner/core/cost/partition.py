@@ -26,8 +26,7 @@ class Partition:
     chunks: int = 1
     """Number of stages per device (V)."""
     order: tuple[str, ...] = ()
-    """Action order of each device as text, if the schedule was searched for this partition (`Plan.order`); else
-    empty."""
+    """Action order of each device as text, if it was searched for this partition (`Plan.order`); else empty."""
     replicas: int = 1
 
     @classmethod

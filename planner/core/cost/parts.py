@@ -2,7 +2,7 @@
 
 The letters of docs/cost-model.md are sizes, for one micro-batch unless noted:
 
-    I   received input                          G   gradients of the stage's parameters (per step)
+    I   received input (not the pass I)         G   gradients of the stage's parameters (per step)
     O   output                                  T   autocast weight cache (per step)
     O'  gradient of the output                  Z   gradients in one message to other replicas (per step)
     S   activations saved for the backward      f   peak of a forward
@@ -62,7 +62,7 @@ class PartSize:
     items: Mapping[Item, FloatArray]
     """Bytes by memory component."""
     saved: int = 0
-    """Number of times that the allocation includes the saved activations of a micro-batch."""
+    """Number of micro-batches whose saved activations the allocation includes."""
     peak: int | None = None
     """Index in `LayerPeaks` of the peak that the allocation includes; None if it includes no peak."""
 
@@ -83,10 +83,7 @@ class MemoryParts:
     """True if all micro-batches are recomputed, except the last one (`except-last`)."""
 
     def peak_points(self, points: PeakPoints) -> Iterator[PartsAtPoint]:
-        """Yield the entries of `points` that apply to these stages.
-
-        Points at which gradients are sent are left out if sending takes no memory.
-        """
+        """Yield the points that apply to these stages, except `message` points if sending takes no memory."""
         for point in points.apart if self.last_differs else points.alike:
             if "message" in self.sizes or ("message", 1) not in point:
                 yield point
@@ -281,7 +278,7 @@ def running_part(
         in_flight: Bytes of the component `in_flight`: the micro-batch's activations.
         working: Bytes of the component `working`: temporary tensors.
         transfer: Bytes of transfer buffers, if any.
-        saved: Number of times that the allocation includes the saved activations of a micro-batch.
+        saved: Number of micro-batches whose saved activations are part of `in_flight`.
         peak: Index in `LayerPeaks` of the peak that `working` includes; None if it includes no peak.
     """
     items: dict[Item, FloatArray] = {"in_flight": in_flight, "working": working}

@@ -12,11 +12,11 @@ from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.waiting import Backward, waiting_gradients
 
 _BLOCK = 512
-"""Number of columns, which are last layers of stages, that are computed at once."""
+"""Number of last layers (columns) that are computed at once."""
 
 
 class RelayedTensors:
-    """Bytes of tensors that a stage receives and sends on unchanged, in whole bytes.
+    """Whole bytes of tensors that a stage receives and sends on unchanged.
 
     Arrays have one row per first layer and one column per last layer of a stage. If a stage copies its input, it sends
     the copy, and the received tensor does not count.
@@ -44,13 +44,10 @@ class RelayedTensors:
         self._relays = costs.relays.first - 1, costs.relays.last, np.rint(costs.relays.bytes)
         self._costs, self._firsts, self._layers = costs, firsts, layers
         self.kept = _bypassing_bytes(costs)[layers] - by_readers
-        """Bytes of sent tensors that the stage creates before its last layer.
-
-        Only tensors that a later layer of the chain saves are counted.
-        """
+        """Bytes of sent tensors that a stage creates before its last layer, if later layers of the chain save them."""
 
     def received_input_bytes(self, sizes: FloatArray, all_input: FloatArray) -> FloatArray:
-        """Return the bytes of the stage's received input that each layer reads; shape (first layers, layers).
+        """Return the part of each layer's input that its stage has received, in bytes; shape (first layers, layers).
 
         Args:
             sizes: Bytes of relayed tensors: `self.all`, or `self.unkept` to count only tensors that no layer saves.
@@ -77,7 +74,7 @@ class RelayedTensors:
         Args:
             peaks: Peak memory of each layer's backward.
             output_bytes: Bytes of each layer's output and of the output's gradient, which `peaks` includes.
-            backward: Micro-batch that runs, `first` or `later`, to add its `WaitingGradients`; None to add none.
+            backward: Micro-batch whose `WaitingGradients` are added, `first` or `later`; None to add none.
 
         Returns:
             Bytes, shape (first layers, last layers).
@@ -92,10 +89,7 @@ class RelayedTensors:
         return np.where(inside, highest, 0.0)
 
     def peak_weight_backward(self, peaks: FloatArray, backward: Backward) -> FloatArray:
-        """Return the peak memory of each stage's weight-gradient pass (W), shape (first layers, last layers).
-
-        `peaks` has the peak memory of each layer's W. `backward` selects the first or a later micro-batch.
-        """
+        """Return the peak memory of each stage's W from the layers' `peaks` of W, shape (first layers, last layers)."""
         # Gradients of a shared parameter wait until all layers that use the parameter have run W.
         running = np.maximum.accumulate(np.where(self._is_first | self._after_first, peaks, 0.0), axis=1)
         if not self._costs.ties:

@@ -15,21 +15,13 @@
     first W        as W, and gradients                          as W, and input backward gradients
     send B         input gradient                               the previous input gradients
 
-`held` is the memory of a micro-batch between forward and backward. The last micro-batch has the part `kept` instead,
-because a stage may recompute only the other micro-batches. `weight held` is what I stores for W. `input backward
-gradients` are the parameter gradients that I creates. While an action runs, a part named after it exists, such as
-`forward`, `last forward`, `first backward` or `backward`. This part includes all memory of the running micro-batch.
-Other parts of this micro-batch are removed when the action starts, and added when it ends. If replicas exchange
-gradients during the last backward, the part `message` exists at this time instead of `last backward`. `casts` exists
-from the first forward to the last backward, twice if a stage has both whole and split backwards.
+`held` and `kept` are the memory of a micro-batch between forward and backward. The last micro-batch has its own part,
+because a stage may recompute only the others. `weight held` is what I stores for W. `input backward gradients` are the
+parameter gradients that I creates. While an action runs, a part named after it, such as `first backward`, includes all
+memory of its micro-batch. While replicas exchange gradients, `message` replaces `last backward`. `casts` exists from
+the first forward to the last backward, twice if a stage has both whole and split backwards.
 
 Columns have the counts while an action runs, without the running micro-batch. F1's input is received before F0:
-
-    GPipe, M = 3, device 1     F0        F1        F2            B0              B1        B2             step
-    runs                       forward   forward   last forward  first backward  backward  last backward  optimizer step
-    held, kept                 0, 0      1, 0      2, 0          1, 1            0, 1      0, 0           0, 0
-    gradients                  0         0         0             0               1         1              1
-    input, input gradient      1, 0      1, 0      0, 0          0, 0            0, 1      0, 1           0, 0
 
     1F1B, M = 3, device 1 of 3 F0        F1        B0            F2              B1        B2             step
     runs                       forward   forward   first back…   last forward    backward  last backward  optimizer step
@@ -91,7 +83,7 @@ RUNNING: Final[tuple[PartName, ...]] = (*FORWARDS, *WITH_BACKWARDS, *WEIGHT_BACK
 _PLACE: Final[Mapping[PartName, int]] = {part: place for place, part in enumerate(PARTS)}
 
 _MOST_COMPARED: Final = 2**22
-"""Most pairs of counts that are compared at once, each with a byte of memory."""
+"""Largest number of pairs of counts that are compared at once. A pair needs one byte of memory."""
 
 
 # ---- closed forms, for a device with one stage
@@ -180,8 +172,7 @@ class PartCounts(NamedTuple):
     during: IntArray
     """Counts of allocations while each action runs."""
     sending: IntArray
-    """Counts while the last backward of a stage sends gradients to other replicas; equal to `during` for all other
-    actions."""
+    """Counts as in `during`, but of the time when a stage's last backward sends gradients to other replicas."""
     after: IntArray
     """Counts between each action and the next one."""
 
@@ -189,17 +180,16 @@ class PartCounts(NamedTuple):
 class CountChanges(NamedTuple):
     """Changes of a device's counts of allocations (`PARTS`) by one action.
 
-    `before` and `after` contain pairs of numbers i, n: add n to count i. The counts of chunk 0 come first, in the order
-    of `PARTS`, then those of chunk 1, and so on.
+    Changes are pairs of numbers i, n: add n to count i. The counts of chunk 0 come first, in the order of `PARTS`, then
+    those of chunk 1, and so on.
     """
 
     before: tuple[int, ...]
-    """Changes of counts between the previous action and this one, including transfers, as pairs i, n."""
+    """Changes between the end of the previous action and this one, including transfers."""
     running: tuple[int, ...]
-    """Index of the count that is 1 only while the action runs. The last backward of a stage has a second index, for the
-    time when it sends gradients to other replicas."""
+    """Index of the count that is 1 while the action runs. A last backward has a second one, for sending gradients."""
     after: tuple[int, ...]
-    """Changes of counts at the end of the action, as pairs i, n."""
+    """Changes at the end of the action."""
 
 
 def part_count_changes(actions: Sequence[Sequence[Action]]) -> tuple[tuple[CountChanges, ...], ...]:
@@ -388,10 +378,7 @@ def _peak_part_counts(row: tuple[Action, ...], program: tuple[Instruction, ...],
 
 
 def optimizer_step_counts(chunks: int) -> IntArray:
-    """Return the number of allocations of each kind (`PARTS`) on a device while the optimizer updates its chunks.
-
-    Entry [u, c, p] is for part p of chunk c during the update of chunk u.
-    """
+    """Return counts during the optimizer's step: entry [u, c, p] for part p of chunk c while chunk u is updated."""
     steps = np.zeros((chunks, chunks, len(PARTS)), np.int64)
     steps[:, :, _PLACE["gradients"]] = 1
     steps[np.arange(chunks), np.arange(chunks), _PLACE["optimizer_step"]] = 1

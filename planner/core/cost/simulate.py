@@ -6,10 +6,9 @@
     arrival of a message  = end of the sender's action, if the link is blocking
                             else max(end of the sender's action, time when the link is free) + transfer time
 
-Each device runs one action at a time, in its action order. Each direction of a link has one sender and carries one
-message at a time, in the order of the sender's actions. These orders do not depend on times, so that they are computed
-once per schedule. The same loop then computes with times of any type: numbers (`simulate`, which also returns events),
-arrays over partitions (`makespans`), or linear expressions (`device_spans`).
+Each device runs one action at a time, in its action order. Each direction of a link carries one message at a time, in
+the order of the sender's actions. These orders are independent of times, and are computed once per schedule. Times may
+be numbers (`simulate`), arrays over partitions (`makespans`), or linear expressions (`device_spans`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -181,7 +180,7 @@ def makespans(
 ) -> FloatArray:
     """Return the step time of each of several partitions of a chain, in microseconds.
 
-    The results are equal to those of `period_us` if `own_us` is given, else of `last_end_us`, bit for bit.
+    With `own_us`, the result is that of `period_us`, else that of `last_end_us`, bit for bit.
 
     Args:
         actions: Actions of each device, in order.
@@ -255,7 +254,7 @@ def device_spans(
 
 
 class _Step(NamedTuple):
-    """One simulated action, with its messages. The slot of a message is its index in the list of arrival times."""
+    """One simulated action, with its messages. `_compute_clocks` stores a message's arrival time at its slot."""
 
     kind: Letter
     stage: int
@@ -335,10 +334,7 @@ def _compute_spans(
 
 
 _Note = Callable[[_Step, bool, float, float], None]
-"""Callback for each action and each transfer.
-
-Arguments: the action; True for the transfer after the action, else False; start and end in microseconds.
-"""
+"""Callback for each action, or (True) for the transfer after it, with its start and end in microseconds."""
 
 
 def _compute_clocks(

@@ -50,10 +50,7 @@ class ProfiledLayerCosts:
 
 
 def costs_without_records(layers: Sequence[LayerProfile], n: int) -> ProfiledLayerCosts:
-    """Return upper bounds of the costs, for layers without `MemoryDetail`.
-
-    `n` is the index of a micro-batch size in the profile.
-    """
+    """Return upper bounds of the costs at the micro-batch size with index `n`, for layers without `MemoryDetail`."""
     output = _per_layer(layers, lambda layer: layer.output_bytes[n])
     saved = _per_layer(layers, lambda layer: layer.saved_bytes[n])
     forward = _per_layer(layers, lambda layer: layer.forward_peak_bytes[n] if layer.forward_peak_bytes else 0)
@@ -95,10 +92,7 @@ def costs_without_records(layers: Sequence[LayerProfile], n: int) -> ProfiledLay
 
 
 def costs_from_records(layers: Sequence[LayerProfile], n: int) -> ProfiledLayerCosts:
-    """Return the costs of layers that all have `MemoryDetail`.
-
-    `n` is the index of a micro-batch size in the profile.
-    """
+    """Return the costs at the micro-batch size with index `n`, for layers that all have `MemoryDetail`."""
     details = [layer.detail[n] for layer in layers]
     storages = CrossingStorages(details)
     crossing, relays, writes = storages.crossing_bytes(), storages.relays(), np.array(writes_received(details))

@@ -6,9 +6,8 @@
     C    one transfer over the boundary to the next stage
     U    time after the last backward: all-reduce of gradients over the replicas, then the optimizer's step
 
-Each rule is one function, for numbers and for arrays. Inputs are sums over the layers of a stage, as
-measured on the profiled device. `planner.core.cost.evaluate` sums the layers of one partition. Searches get the sums as
-differences of entries of `ChainSums`.
+Each rule is one function, for numbers and for arrays. Inputs are sums over a stage's layers on the profiled device.
+`planner.core.cost.evaluate` sums the layers of one partition. Searches subtract entries of `ChainSums`.
 """
 
 from collections.abc import Sequence
@@ -28,8 +27,7 @@ from planner.core.values.plan import Recompute
 Numbers = FloatArray | float
 
 CHOICES: tuple[Recompute, ...] = ("never", "except-last", "always")
-"""Recompute choices, from the fastest to the one that uses least memory. Tables of stages store indices into this
-tuple."""
+"""Recompute choices, from the fastest to the one that uses least memory. Tables of stages store their indices."""
 
 LAYERS = len(CHOICES)
 """Value in place of an index into `CHOICES`: the recomputed layers are listed."""
@@ -62,8 +60,7 @@ def busy_times(
     Args:
         forward_us: Sum of the forward times of the stage's layers.
         backward_us: Sum of the backward times of the stage's layers, without recomputation.
-        recompute: Recompute choice of each stage: an index into `CHOICES`, or the constant `LAYERS`. Negative values
-            mean `never`.
+        recompute: Recompute choice of each stage: an index into `CHOICES` (negative: `never`), or `LAYERS`.
         has_backward: False for stages without a backward, which recompute nothing.
         layers_us: Sum of the forward times of the recomputed layers, if the choice is `LAYERS`.
         speed: Speed of the stage's device, relative to the profiled device.
@@ -125,7 +122,7 @@ def optimizer_slack_us(stage: StageBusyTimes | StageTimes, crossing_us: Numbers)
 
 
 def delay_with_added_stage_us(tail_us: Numbers, own_us: Numbers, slack_us: Numbers) -> FloatArray:
-    """Return the delay of the next step by all-reduces and optimizer steps, after a stage is added at the start.
+    """Return the delay of the next step by all-reduces and optimizer steps, with one more stage before the others.
 
     Args:
         tail_us: Delay without the added stage.
@@ -144,8 +141,7 @@ def optimizer_delay_us(own_us: FloatArray, slack_us: FloatArray) -> FloatArray:
 
     Args:
         own_us: Time of all-reduces and optimizer steps; the last dimension is the device.
-        slack_us: How much longer the next device's `own_us` may be without additional delay: the result of
-            `optimizer_slack_us` for each device's first stage. The last dimension is the device.
+        slack_us: `optimizer_slack_us` of each device's first stage; the last dimension is the device.
     """
     tail: FloatArray = np.zeros(own_us.shape[:-1])
     for k in reversed(range(own_us.shape[-1])):
@@ -218,7 +214,7 @@ class ChainSums:
         Args:
             first: First layer of each stage.
             end: One past the last layer of each stage; arrays are broadcast.
-            recompute: Recompute choice of each stage: an index into `CHOICES`, or the constant `LAYERS`.
+            recompute: Recompute choice of each stage: an index into `CHOICES`, or `LAYERS`.
             speed: Speed of the stage's device, relative to the profiled device.
             layers_us: Sum of the forward times of the recomputed layers, if the choice is `LAYERS`.
         """

@@ -47,7 +47,7 @@ class StagePeaks:
     backward: FloatArray
     """Highest memory in the backward of any micro-batch except the first."""
     first_message: FloatArray
-    """Highest memory while gradients are sent to other replicas, if a step has one micro-batch."""
+    """Highest memory while gradients are sent to other replicas, if the first micro-batch is the only one."""
     message: FloatArray
     """Highest memory while gradients are sent to other replicas, if a step has several micro-batches."""
     transient: FloatArray
@@ -305,10 +305,7 @@ class StageTableBuilder:
         return between
 
     def highest(self, per_layer: FloatArray) -> FloatArray:
-        """Return, for each stage, the maximum of `per_layer` over its layers.
-
-        `per_layer` has the shape (layers,), or (first layers of stages, layers).
-        """
+        """Return each stage's maximum of `per_layer`, which has the shape (layers,) or (first layers, layers)."""
         running: FloatArray = np.maximum.accumulate(np.where(self.last >= self.first, per_layer, 0.0), axis=1)
         return running
 

@@ -1,8 +1,7 @@
 """Tensor storages that layers pass to later layers, the layers that create them, and the layers that save them.
 
 A storage may pass through several layers (views, in-place layers, skip connections). It is saved if any layer saves a
-tensor in it. It counts once, at the layer that created it. Comparisons with real allocators show that this rule is
-exact.
+tensor in it. It counts once, at the layer that created it, which agrees exactly with real allocators.
 """
 
 from collections.abc import Sequence
@@ -26,18 +25,13 @@ class CrossingBytes(NamedTuple):
 
     until: int
     bytes: tuple[float, float, float]
-    """Entry 0 has the bytes if a receiving layer saves the storage, entry 1 if only the layer that creates it saves
-    it, entry 2 if no layer saves it. The other entries are 0."""
+    """Bytes at index 0 if a receiver saves the storage, 1 if only its creator does, 2 if no layer does; else 0."""
 
 
 def crossing_storages_without_records(layers: Sequence[LayerProfile], n: int) -> dict[tuple[int, int], CrossingBytes]:
-    """Return the storages that layers pass to later layers, for layers without `MemoryDetail`.
+    """Return the output of each layer, by (index of the layer, 0), for layers without `MemoryDetail`.
 
-    Each layer is assumed to have one output, which only the next layer receives. `n` is the index of a micro-batch size
-    in the profile.
-
-    Returns:
-        Output of each layer. Its key is (index of the layer, 0).
+    Only the next layer is assumed to receive it. `n` is the index of a micro-batch size in the profile.
     """
     outputs = {}
     for index, layer in enumerate(layers):
@@ -53,7 +47,7 @@ class Storage:
     origin: int
     """Layer that creates the storage; -1 for the model's input."""
     place: int
-    """Index among the storages that this layer creates."""
+    """Index among the storages that layer `origin` creates."""
     bytes: int
     kept: bool
     """True if any layer saves the storage."""

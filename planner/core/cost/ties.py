@@ -49,10 +49,7 @@ def _least_tied_cast_bytes(layer: LayerProfile, tied_bytes: int) -> float:
 
 
 def _sharing_layers(layers: Sequence[LayerProfile], second: int) -> list[tuple[int, int, bool, tuple[int, ...]]]:
-    """Return one tuple for each group of parameters that layer `second` shares with earlier layers.
-
-    The tuple has the fields `first`, `parameter_bytes`, `is_pair_known` and `earlier` of `TiedParameters`.
-    """
+    """Return `first`, `parameter_bytes`, `is_pair_known` and `earlier` of each `TiedParameters` with layer `second`."""
     layer, tied_bytes = layers[second], layers[second].tied_bytes
     if layer.tied_groups:
         places = {other.name: place for place, other in enumerate(layers)}

@@ -1,26 +1,24 @@
 """Memory of waiting gradients, which belong to parameters that several layers of a stage share.
 
-Let the layers a < b share a parameter. Autograd sums the gradients of both uses within a micro-batch, and adds the sum
-to the gradient of earlier micro-batches. So a second gradient exists from b's backward to a's backward. In the first
-micro-batch, there is no earlier gradient, and the sum becomes the parameter's gradient.
+Let layer p and a later layer q share a parameter. Within a micro-batch, autograd sums the gradients of both uses. It
+adds the sum to the gradient of earlier micro-batches. So a second gradient exists from the backward of q to that of p.
+In the first micro-batch, there is no earlier gradient, and the sum becomes the parameter's gradient.
 
-Autograd adds a's gradient to b's in place, unless b's gradient is a view of another tensor. The gradient of a linear
-layer's weight is such a view. Then the sum is a new tensor, and three tensors exist while a runs its backward. The sum
-is no view, so gradients of further layers are added to it in place.
+Autograd sums in place, unless q's gradient is a view of another tensor, as for the weight of a linear layer. Then the
+sum is a new tensor, and three tensors exist during p's backward. The sum is no view, so gradients of further layers
+are added to it in place.
 
-In later micro-batches, b's other gradients are freed during b's backward, as soon as they are added to the existing
-gradients. The waiting gradient is not freed. It therefore raises the peak of b's backward:
+In later micro-batches, q's other gradients are freed during q's backward, as soon as they are added to the existing
+gradients. The waiting gradient is not freed. It therefore raises the peak of q's backward:
 
-    increase = (peak of b in the first micro-batch - peak of b in a later one) * share of shared parameters
-    share    = gradient bytes of shared parameters / gradient bytes of b
+    increase = (peak of q in the first micro-batch - peak of q in a later one) * share of shared parameters
+    share    = gradient bytes of shared parameters / gradient bytes of q
 
-Under autocast, b's gradient is that of a low-precision copy of the parameter. In later micro-batches, gradients of
-copies are not counted here, because `FixedLayerBytes.casts` counts them until the end of the backward. If a uses no
-copy, b's gradient is converted to the parameter's type before the backward of a. An embedding, for example, uses no
-copy.
-
-If a and b use the same copy, the backward of the first micro-batch converts the copy's gradient in layer a, not in
-layer b. Until then, this gradient has half the bytes of the parameter's gradient.
+Under autocast, q's gradient is that of a low-precision copy of the parameter. In later micro-batches, gradients of
+copies are not counted here, because `FixedLayerBytes.casts` counts them until the end of the backward. If p uses no
+copy (an embedding), q's gradient is converted to the parameter's type before p's backward. If p and q use the same
+copy, the first micro-batch converts the copy's gradient in p, not in q. Until then, this gradient has half the bytes
+of the parameter's gradient.
 """
 
 from collections.abc import Iterator
@@ -39,12 +37,12 @@ class WaitingGradients(NamedTuple):
     """Gradients of shared parameters that wait for the backward of an earlier layer, for a group of stages."""
 
     rows: BoolArray
-    """True for the first layers of the stages to which `bytes` applies, shape (first layers,)."""
+    """True for each first layer whose stages belong to the group, shape (first layers,)."""
     bytes: FloatArray
     """Bytes to add to each layer's peak memory in backward, shape (layers, last layers of stages).
 
-    Entry [i, j] is for layer i in a stage that ends with layer j. A negative entry removes bytes of shared gradients
-    that the layer's peak and the gradients of later layers include twice or too early.
+    Entry [i, j] is for layer i in a stage that ends with layer j. Negative entries correct
+    other terms that include a shared gradient twice or too early.
     """
 
 
@@ -66,7 +64,7 @@ def waiting_gradients(
         costs: Costs of the layers.
         backward: Micro-batch: `first` or `later`.
         firsts: First layers of stages.
-        layers: Layers that run their backward.
+        layers: Layers whose backwards need the bytes, as rows of `WaitingGradients.bytes`.
         ends: Last layers of stages.
         converts: False for a weight-gradient pass, which converts low-precision gradients (autocast) only at its end.
 
@@ -118,7 +116,7 @@ def shared_cast_bytes(costs: ChainCosts, firsts: IntArray, ends: IntArray) -> Fl
 
 
 def unfreed_gradient_bytes(costs: ChainCosts) -> FloatArray:
-    """Return the increase of each layer's peak in backward if its parameter gradients stay in memory, in bytes."""
+    """Return the bytes by which a layer's later backwards peak higher if they do not free their parameter gradients."""
     first = costs.memory.first_backward + np.cumsum(costs.gradients) - costs.gradients.sum()
     later = costs.memory.backward + np.cumsum(costs.state.casts) - costs.state.casts.sum()
     staying: FloatArray = np.rint(np.maximum(first - later, 0.0))
@@ -130,7 +128,7 @@ def _next_use(costs: ChainCosts, layer: int) -> float:
 
 
 def waiting_gradients_in_stage(costs: ChainCosts, backward: Backward, first: int, end: int) -> FloatArray:
-    """Return the bytes of waiting gradients of shared parameters in a stage, for the backward of each layer.
+    """Return the bytes of one stage's `WaitingGradients`.
 
     Args:
         costs: Costs of the layers.
