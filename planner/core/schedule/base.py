@@ -44,16 +44,16 @@ class Action(NamedTuple):
 
 
 class ComputeTimeBounds(NamedTuple):
-    """Lower bounds of times of one micro-batch, in microseconds, that hold for every partition."""
+    """Lower bounds of one micro-batch's times in every partition, in microseconds. Devices add up their stages."""
 
     work_us: float
     """Forward plus backward time of all layers on the fastest device."""
     forward_us: float
-    """Lower bound of the longest forward time of any device, summed over the device's stages."""
+    """Lower bound of the largest forward time of a device."""
     backward_us: float
-    """Lower bound of the longest backward time of any device, summed over the device's stages."""
+    """Lower bound of the largest backward time of a device."""
     pair_us: float
-    """Lower bound of the longest forward plus backward time of any device, summed over the device's stages."""
+    """Lower bound of the largest forward plus backward time of a device."""
 
 
 class Schedule(ABC):

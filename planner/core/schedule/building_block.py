@@ -31,7 +31,7 @@ _PERIOD = 6
 """Units of time per micro-batch on a device: F, I and W of two stages."""
 
 _HOLDS: Final[Mapping[Letter, int]] = {"F": 1, "I": 0, "W": -1}
-"""Change of the number of stored micro-batches by each kind of action."""
+"""Change of the number of micro-batches that a device stores, by kind of action."""
 
 _Slots = dict[int, Action]
 """Action of a device in each unit of time."""
@@ -65,10 +65,7 @@ class BuildingBlockSchedule(VSchedule):
         """Return the largest number of micro-batches that a device stores between F and W, summed over its stages."""
 
     def order(self, device: int, num_devices: int, micro_batches: int, chunks: int) -> tuple[Action, ...]:
-        """Return the device's actions: the pattern of passes for each micro-batch.
-
-        Every action is moved to the earliest time that its inputs and the memory allow.
-        """
+        """Return the device's actions: the repeated pattern, with each action as early as inputs and memory allow."""
         blocks = tuple(self.pass_start_times(k, num_devices) for k in range(num_devices))
         return _squeezed_orders(blocks, micro_batches, self.most_held(num_devices))[device]
 

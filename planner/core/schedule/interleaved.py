@@ -5,8 +5,8 @@
     device 1: 1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1
 
 In the paper M is a multiple of K, and chunks take turns every K micro-batches. torch's `ScheduleInterleaved1F1B` allows
-any M that max(1, M // K) divides. With one chunk per device, this is 1F1B with more warm-up
-forwards: device k has 2 (K-k) - 1 of them instead of K-k.
+any M that max(1, M // K) divides. With one chunk per device, this is 1F1B with 2 (K-k) - 1 instead of K-k warm-up
+forwards on device k.
 """
 
 from collections.abc import Sequence

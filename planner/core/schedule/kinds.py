@@ -33,18 +33,17 @@ class ActionKind:
     """Kind of action: forward, whole backward, or one of the two passes of a split backward."""
 
     letter: Letter
-    """Letter in schedule files: `F3` is the forward of micro-batch 3."""
+    """Letter in schedule files: `2F3` is the forward of micro-batch 3 on stage 2."""
     label: Label
     """Name in words."""
     direction: Literal[1, 0, -1]
-    """Direction in which the action sends data: +1 to the next stage, -1 to the previous stage, 0 if it sends
-    nothing."""
+    """Direction in which the action sends data: +1 to the next stage, -1 to the previous stage, 0 without data."""
     message_kind: MessageKind | None
     """Kind of the messages that the action sends and receives; None without messages."""
     follows: MessageKind | None
-    """If the action receives no message, it waits for the action with this `message_kind` on its own stage.
+    """Message of the action's own stage for which it waits if it gets none from another stage.
 
-    Examples: B on the last stage waits for F; W waits for I.
+    So B on the last stage waits for F, and W waits for I, which sends gradients (B).
     """
     paper: tuple[str, ...]
     """Colors of the action's boxes in pictures, one for each chunk; further chunks repeat them."""
@@ -53,7 +52,7 @@ class ActionKind:
     terminal: tuple[tuple[int, int], ...]
     """Colors on a 256-color terminal: for each chunk, two shades for alternating boxes."""
     terminal_ink: int
-    """Color of the text on terminal boxes."""
+    """Color of the text on terminal boxes, from the same 256 colors."""
 
 
 # Blue and orange differ for color-blind readers, and in brightness alone. Later chunks have other hues of the same

@@ -1,8 +1,6 @@
 """Instruction lists of devices, including transfers, and the dependencies between actions.
 
-A forward (F) of stage s waits for F of stage s-1. A backward (B) or input-gradient pass (I) waits for B or I of stage
-s+1; on the last stage, it waits for F of the same stage. A weight-gradient pass (W) waits for I of the same stage.
-Other modules get these dependencies from the functions of this module.
+`planner.core.schedule.kinds` lists the dependencies. Other modules get them from the functions of this module.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,7 +42,7 @@ class Instruction(NamedTuple):
     """Kind of the action that runs; for a transfer, its direction `F` or `B`."""
     micro_batch: int
     stage: int
-    """Stage of the device that executes the instruction."""
+    """Stage that runs the action, sends or receives."""
 
 
 _instruction = lru_cache(maxsize=1 << 15)(Instruction)

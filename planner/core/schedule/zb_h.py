@@ -21,7 +21,7 @@ from planner.core.schedule.split_backward import alternating_order
 
 
 class ZBH1(Schedule):
-    """1F1B with split backwards, which needs no more memory than 1F1B.
+    """1F1B with split backwards. No device stores more micro-batches than the first device of 1F1B.
 
     K = 2, M = 3
     device 0: 0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2
