@@ -54,8 +54,7 @@ def missing_packages(extra: Extra) -> tuple[str, ...]:
 def install_command(extra: Extra) -> str:
     """Return the command that installs the packages of an extra.
 
-    If torch is installed, the command for `train` names only the missing packages, because installing the whole extra
-    could replace torch.
+    If torch is installed, only the missing packages of `train` are named, because the whole extra could replace torch.
     """
     absent = missing_packages(extra)
     if extra == "train" and absent and "torch" not in absent:

@@ -64,7 +64,7 @@ PEAK_RATIOS: Final = {
 """Largest ratio of measured to predicted peak, by the origin of the profile's values."""
 
 ALLOCATOR_RATIO: Final = 1.152
-"""Largest ratio of reserved to allocated memory of PyTorch's CUDA allocator: published.md."""
+"""Largest ratio of reserved to allocated memory of PyTorch's CUDA allocator, from docs/measurements/published.md."""
 
 SLACK_BYTES: Final = 64 * 2**10
 """Absolute tolerance of a peak in bytes, for stages of a few kilobytes."""

@@ -267,10 +267,6 @@ def is_equal_rounded(name: str, written: float, computed: float) -> bool:
 def checkable_report(written: Plan, verdict: Verdict) -> SolverReport | None:
     """Return the solver report of a stored plan, to check its claims: status, lower bound, gap and frontier.
 
-    Args:
-        written: Plan as stored.
-        verdict: Verdict on this plan.
-
     Returns:
         The stored report, or one without bounds if the stored step time is wrong. None if the plan does not fit, was
         made from another profile, or claims nothing.
@@ -295,10 +291,6 @@ def certificate_problems(plan: Plan, solver: SolverReport) -> tuple[str, ...]:
     """Return the values of a solver report that contradict the plan, as texts.
 
     For example, the lower bound is above the step time, or a plan in `Plan.frontier` is faster than an optimal plan.
-
-    Args:
-        plan: Plan with the step time and the frontier: the best plan for each number of micro-batches.
-        solver: Status, lower bound and gap of the plan.
     """
     step_us, bound_us, named_us = plan.predicted.step_us, solver.lower_bound_us, solver.named_lower_bound_us
     problems = []

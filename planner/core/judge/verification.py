@@ -73,7 +73,7 @@ class Verification:
     """Costs of the machine, measured by the run."""
     run: RunReport
     again: str = ""
-    """`gpipe-plan solve` command that makes a new plan with `calibration`; empty if `calibration` is in no file."""
+    """`gpipe-plan solve` command that makes a new plan with `calibration`; empty if `calibration` was not written."""
 
 
 def verification_of(
@@ -152,10 +152,7 @@ def disturbance_reason(report: RunReport) -> str:
 
 
 def cpu_time_phrase(report: RunReport) -> str:
-    """Return a phrase about the process that got the smallest share of the CPU time that it needed.
-
-    The phrase is empty if every process got at least the share `LEAST_CORE_SHARE`.
-    """
+    """Return a phrase about the process with the smallest share of CPU time; "" if all had `LEAST_CORE_SHARE`."""
     share = min((run.core_share for run in report.stages if run.core_share), default=1.0)
     if share >= LEAST_CORE_SHARE:
         return ""

@@ -44,10 +44,7 @@ class RunPrediction:
     plan: str = "plan.yaml"
     profile: str = "profile.yaml"
     solve: tuple[str, ...] = ()
-    """Options of `solve` that make the plan again, each with its value.
-
-    Options whose values come from a calibration, and `--calibration` itself, are left out.
-    """
+    """Options of `solve` that make the plan again, without `--calibration` and options whose values it gives."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

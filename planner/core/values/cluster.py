@@ -56,7 +56,7 @@ class ExecutorCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """Devices of one pipeline and their links. `memory_bytes[d]` is the memory limit of device d."""
+    """Devices of all pipelines and their links. `memory_bytes[d]` is the memory limit of device d."""
 
     memory_bytes: tuple[int, ...]
     speeds: tuple[float, ...] = ()
@@ -77,10 +77,7 @@ class Cluster:
     overhead_us: float = 0.0
     """Time of the executor itself per micro-batch, stage and direction (forward or backward)."""
     tensor_parallel: int = 1
-    """Number of GPUs per device (T): a device is a group of GPUs that share every layer.
-
-    Memory limits, speeds and links are those of one GPU of the group.
-    """
+    """Number of GPUs that share every layer (T): one device. Memory limits, speeds and links are those of one GPU."""
     optimizer_shards: int = 1
     """Number of replicas among which the optimizer is divided; 1 if each replica has the whole optimizer."""
 

@@ -1,7 +1,7 @@
 """Mark for fields that are omitted from files if they have their default value.
 
-Fields that were added after the first version of a file format have this mark. A file of an older version lacks these
-fields. It has the same bytes and digest when this version writes it again.
+Fields that were added after the first version of a file format have this mark. So a file of an older version has the
+same bytes and digest when this version writes it again.
 """
 
 from types import MappingProxyType

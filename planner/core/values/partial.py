@@ -13,7 +13,7 @@ class Measurement:
     """Measurements of one layer at one micro-batch size."""
 
     digest: str
-    """Digest of the layer."""
+    """Digest of the layer's operators and shapes (`LayerProfile.digest`)."""
     micro_batch_size: int
     memory: MemoryDetail
     split: SplitMemory | None = None
@@ -22,10 +22,7 @@ class Measurement:
     """Forward times, one per repeat."""
     backward_us: tuple[float, ...] = ()
     backward_input_us: tuple[float, ...] = ()
-    """Times of a forward plus its input-gradient pass, one per repeat that splits the backward.
-
-    The forward's time is subtracted when the profile is finished.
-    """
+    """Times of a forward plus its input-gradient pass, one per repeat that splits the backward."""
     backward_weight_us: tuple[float, ...] = ()
     """Times of the weight-gradient pass, one per repeat that splits the backward."""
 

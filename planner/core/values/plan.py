@@ -24,10 +24,7 @@ Recompute = Literal["never", "except-last", "always", "layers"]
 """
 
 RecomputePolicy = Literal["auto", "never", "except-last", "always", "layers"]
-"""Recomputation that the user allows.
-
-With `auto` the solver chooses for each stage, with `layers` also for each layer.
-"""
+"""Allowed recomputation. With `auto` the solver chooses for each stage, with `layers` also for each layer."""
 
 ScheduleName = str
 """Name in `planner.core.schedule.SCHEDULES`, or `auto` in a request: the fastest schedule that fits."""
@@ -109,10 +106,7 @@ class Inputs:
     """Price of a GPU-hour, in any currency; 0 if it was not given."""
 
     def device_memory_for_limit(self, limit_bytes: int) -> int:
-        """Return the memory that a device must have so that its limit is `limit_bytes`, in bytes.
-
-        The limit is the device's memory without the request's headroom.
-        """
+        """Return the memory in bytes that a device needs, so that `limit_bytes` remain after the request's headroom."""
         size = ceil(limit_bytes / (1 - self.headroom))
         return size if memory_limit_of_device(size, self.headroom) >= limit_bytes else size + 1
 
@@ -243,10 +237,7 @@ class Predicted:
     bubble: float
     """Share of device time spent idle between the first forward and the last backward."""
     ideal_bubble: float
-    """Bubble of equal stages: (K-1)/(V M+K-1) for K devices, V stages per device and M micro-batches.
-
-    It is 0 if backwards are split, because weight-gradient passes can fill the bubble.
-    """
+    """Bubble of equal stages, (K-1)/(V M+K-1) with V stages per device; 0 if backwards are split: W can fill it."""
     imbalance: float
     """Largest forward plus backward time of a device, divided by the mean over the devices."""
     recompute_share: float
@@ -256,7 +247,7 @@ class Predicted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingRun:
-    """Predicted duration and cost of a training run on all GPUs of the request, including unused ones."""
+    """Predicted duration and cost of a training run on `gpus` GPUs, including unused ones."""
 
     gpus: int
     steps: int
@@ -343,8 +334,7 @@ class Plan:
     replicas: int = field(default=1, metadata=LEFT_OUT)
     """Number of pipelines that run in parallel (R), each with batch/R samples."""
     tensor_parallel: int = field(default=1, metadata=LEFT_OUT)
-    """Number of GPUs that share each layer (T). A device of the plan is a group of T GPUs; all figures are for one
-    GPU."""
+    """Number of GPUs that share each layer (T): one device of the plan. All figures are for one of these GPUs."""
     micro_batches: int
     """Number of micro-batches per step of each pipeline (M)."""
     micro_batch_size: int
@@ -362,10 +352,7 @@ class Plan:
     insight: Insight | None = None
     """Explanation of the plan, if requested."""
     seal: str = field(default="", compare=False)
-    """Digest of all other values, including `generator`, as `solve` returned them.
-
-    If the digest is valid, `check` does not solve again.
-    """
+    """Digest of all other values, as `solve` returned them. If it is valid, `check` does not solve again."""
 
     def __repr__(self) -> str:
         """Return the decisions and the predicted step time in one line."""

@@ -25,7 +25,7 @@ CountedLabels = Literal["", "all", "shifted"]
 """Labels over which a model averages its own loss.
 
 `all` are the labels that are not -100; `shifted` are these without the first label of each sample. If the text is
-empty, the loss is a mean over samples.
+empty, the loss is a mean over samples, and a micro-batch's weight is its number of samples.
 """
 
 
@@ -54,10 +54,7 @@ class Model:
     uncut: tuple[str, ...] = ()
     """Layers, by their original names, after which a cut gave wrong results; each is now merged with the next layer."""
     counted_labels: CountedLabels = ""
-    """Labels over which the model averages its own loss. Micro-batches are weighted by the number of these labels.
-
-    If empty, micro-batches are weighted by their number of samples.
-    """
+    """Labels over which the model averages its own loss. Their number is the weight of a micro-batch."""
     sample_tokens: int = field(default=0, metadata=LEFT_OUT)
     """Tokens of a sample: length of the longest input of token ids; 0 without such inputs."""
     batch_norm: bool = field(default=False, metadata=LEFT_OUT)
@@ -128,11 +125,9 @@ class MemoryDetail:
     backward_peak_bytes: int
     """Peak during any backward except the first, including saved tensors, without parameter gradients."""
     end_first_backward_peak_bytes: int | None = None
-    """Peak during the first backward if the layer ends a stage, including the layer's outputs and their gradients."""
+    """`first_backward_peak_bytes` if the layer ends a stage, including the layer's outputs and their gradients."""
     end_backward_peak_bytes: int | None = None
-    """Peak during any backward except the first, if the layer ends a stage.
-
-    The layer's outputs and their gradients are included."""
+    """`backward_peak_bytes` if the layer ends a stage, including the layer's outputs and their gradients."""
     writes_input: bool = False
     """True if the layer writes into its input. A stage that begins with such a layer works on a copy."""
     target_bytes: int = 0
@@ -140,10 +135,7 @@ class MemoryDetail:
     attribute_bytes: int = 0
     """Memory that forwards leave in plain attributes of the layer's modules, plus the growth of buffers in forwards."""
     renewed_bytes: int = 0
-    """Part of `attribute_bytes` that each forward creates and its backward reads, such as a pruned weight.
-
-    Each micro-batch in flight stores its own copy.
-    """
+    """Part of `attribute_bytes` that each micro-batch in flight creates for its backward, such as a pruned weight."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,19 +157,13 @@ class SplitMemory:
     input_peak_bytes: int
     """Peak during I of any micro-batch except the first."""
     output_first_input_peak_bytes: int | None = None
-    """Peak during I of the first micro-batch, if the next layer's W needs this layer's outputs. They are included."""
+    """`first_input_peak_bytes` if the next layer's W needs this layer's outputs, including these outputs."""
     output_input_peak_bytes: int | None = None
-    """Peak during I of any micro-batch except the first, if the next layer's W needs this layer's outputs.
-
-    The outputs are included."""
+    """`input_peak_bytes` if the next layer's W needs this layer's outputs, including these outputs."""
     end_first_input_peak_bytes: int | None = None
-    """Peak during I of the first micro-batch, if the layer ends a stage.
-
-    The layer's outputs and their gradients are included."""
+    """`first_input_peak_bytes` if the layer ends a stage, including the layer's outputs and their gradients."""
     end_input_peak_bytes: int | None = None
-    """Peak during I of any micro-batch except the first, if the layer ends a stage.
-
-    The layer's outputs and their gradients are included."""
+    """`input_peak_bytes` if the layer ends a stage, including the layer's outputs and their gradients."""
     first_weight_peak_bytes: int
     """Peak during W of the first micro-batch, including the parameter gradients that W creates."""
     weight_peak_bytes: int
@@ -283,10 +269,9 @@ class LayerProfile:
     backward_input_us: tuple[float, ...] = ()
     """Time of the input-gradient pass (I), plus the additional time of the forward that prepares a split backward."""
     backward_weight_us: tuple[float, ...] = ()
-    """Time of the weight-gradient pass (W), for each micro-batch size. The times of I and W need not add up to
-    `backward_us`."""
+    """Time of the weight-gradient pass (W). The times of I and W need not add up to `backward_us`."""
     spread: tuple[float, ...] = ()
-    """Half-width of the 95 % interval of forward plus backward time, divided by that time."""
+    """Half-width of the 95 % interval of forward plus backward time, as a share of it, for each micro-batch size."""
     output_bytes: tuple[int, ...]
     """Bytes of all tensors that cross the boundary after this layer, one sum for each micro-batch size."""
     saved_bytes: tuple[int, ...]
@@ -297,8 +282,7 @@ class LayerProfile:
     backward_peak_bytes: tuple[int, ...] = ()
     forward_flops: tuple[int, ...] = ()
     collective_bytes: tuple[int, ...] = ()
-    """Bytes that tensor-parallel GPUs all-reduce in one forward, and also in one backward; empty if the times of the
-    layer include the all-reduces."""
+    """Bytes that GPUs all-reduce in one forward, and also in one backward; empty if the layer's times include this."""
     collectives: int = field(default=0, metadata=LEFT_OUT)
     """Number of all-reduces in a forward, which is also the number in a backward."""
     detail: tuple[MemoryDetail, ...] = ()
@@ -335,13 +319,12 @@ class Profile:
     environment: Environment = field(default_factory=Environment)
     optimizer: str = ""
     optimizer_peak: Literal["largest", "sum"] = "largest"
-    """Rule to combine the layers' `optimizer_peak_bytes`: the largest value, or the sum if the optimizer updates all
-    parameters at once (`foreach`)."""
+    """Rule to combine the layers' `optimizer_peak_bytes`; `sum` if the optimizer updates all at once (`foreach`)."""
     micro_batch_sizes: tuple[int, ...]
     tensor_parallel: int = field(default=1, metadata=LEFT_OUT)
     """Number of GPUs that share each layer; every figure in `layers` is for one of these GPUs."""
     expert_parallel: int = field(default=1, metadata=LEFT_OUT)
-    """Number of replicas among which the experts of each layer are divided; divides the number of a plan's replicas."""
+    """Number of replicas among which each layer's experts are divided. A plan's replicas are a multiple of it."""
     layers: tuple[LayerProfile, ...]
     widths: tuple[WidthCosts, ...] = ()
     """Costs of the layers for other values of `tensor_parallel`."""

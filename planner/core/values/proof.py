@@ -7,18 +7,14 @@ from planner.core.values.units import pluralize
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:
-    """Result of the equivalence check, which compares training with and without the pipeline.
-
-    Two steps of a plain training loop over the user's model were compared with the same two steps of pipelines, each
-    stage in a process of its own.
-    """
+    """Result of the equivalence check: two training steps in one process, and in pipelines of one process per stage."""
 
     layers: int
     """Number of layers of the model; 0 if nothing was compared."""
     cuts: int
     """Number of cuts that were compared or are equivalent to a compared cut; 0 if nothing was compared."""
     uncovered: int = 0
-    """Number of cuts that were neither compared nor are equivalent to a compared cut."""
+    """Number of the other cuts."""
     gradients: int = 0
     """Number of parameters whose gradients were compared."""
     buffers: int = 0

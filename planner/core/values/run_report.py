@@ -11,8 +11,7 @@ RUN_SCHEMA: Final = "gpipe-plan/run/v1"
 LEAST_CORE_SHARE: Final = 0.6
 """Smallest share of its requested CPU time that a process must get for its times to be used.
 
-Two processes on two cores had 0.78 to 0.93, because sending messages also takes time there. With six other processes
-they had 0.08 to 0.19.
+Measured shares of two processes on two cores: 0.78 to 0.93; with six other processes, 0.08 to 0.19.
 """
 
 
@@ -85,8 +84,7 @@ class RunReport:
     overhead_us: float | None = None
     """Median time that the engine itself takes before a forward or backward that receives no message."""
     warmup_steps: int
-    """Number of warm-up steps at the start, whose times are not in `stages`. Memory peaks were measured in the last
-    warm-up step."""
+    """Number of warm-up steps, whose times are not in `stages`. Memory peaks were measured in the last of them."""
     stages: tuple[StageRun, ...]
     """Stages of one pipeline in order, then those of the next pipeline."""
     boundaries: tuple[BoundaryRun, ...] = ()

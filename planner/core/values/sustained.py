@@ -20,10 +20,7 @@ class SustainedRate:
     """True for a mixture of experts."""
     flops_per_s: float
     errors: str
-    """Key of the rate's error range in `planner.core.judge.certainty.STEP_ERRORS`; empty if the range is unknown.
-
-    A rate has the key `few runs` if fewer than three sources, such as papers, report runs for it.
-    """
+    """Key of the rate's error range in `planner.core.judge.certainty.STEP_ERRORS`; empty if the range is unknown."""
 
 
 SUSTAINED: Final = (
@@ -37,24 +34,18 @@ SUSTAINED: Final = (
 
 
 _PRODUCTS: Final = {"H100": 700e12}
-"""Half-precision FLOP/s of matrix products alone, by chip. docs/measurements/gpu.md compares estimates at this rate
-with times on an H200."""
+"""Half-precision FLOP/s of matrix products alone, by chip; docs/measurements/gpu.md has times on an H200."""
 
 
 def matmul_flops_per_s(name: str) -> float | None:
-    """Return the half-precision FLOP/s that matrix products alone reach on an accelerator; None if not measured.
-
-    Sustained rates are lower, because the time of a step also contains all other operators. `name` is a name in
-    `planner.core.values.devices`, such as `h100`.
-    """
+    """Return the half-precision FLOP/s of matrix products alone on an accelerator (`h100`); None if not measured."""
     return _PRODUCTS.get(_CHIPS.get(name, ""))
 
 
 def sustained_rate(name: str, *, experts: bool = False) -> SustainedRate | None:
-    """Return the rate that an accelerator reached in published runs; None if there are no such runs.
+    """Return the rate that an accelerator (`h100`) reached in published runs; None if there are no such runs.
 
-    `name` is a name in `planner.core.values.devices`, such as `h100`. With `experts`, runs of mixtures of experts are
-    preferred to runs of other models.
+    With `experts`, runs of mixtures of experts are preferred to runs of other models.
     """
     of_chip = [each for each in SUSTAINED if each.chip == _CHIPS.get(name)]
     same = next((each for each in of_chip if each.experts == experts), None)

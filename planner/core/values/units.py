@@ -1,7 +1,7 @@
 """Quantities with units, parsed from options and printed for people.
 
 Decimal and binary prefixes differ (`8GB` = 8·10^9 B, `8GiB` = 8·2^30 B). A number without a unit is rejected, because
-`--mem 8` is ambiguous.
+`--mem 8` is ambiguous. In error messages, the text `before` comes before the quantity: `--mem `.
 """
 
 import math
@@ -26,10 +26,6 @@ _QUANTITY = re.compile(r"\s*(?P<number>\d+(?:\.\d*)?|\.\d+)\s*(?P<unit>[A-Za-zµ
 def parse_bytes(text: str, before: str = "") -> int:
     """Return a size such as `8GB`, `7.5GiB`, `512 MiB` in bytes, rounded down to a whole byte.
 
-    Args:
-        text: The size with its unit.
-        before: Text before the quantity in error messages, such as `--mem `.
-
     Raises:
         UsageError: The text is not a number with a unit of bytes.
     """
@@ -45,10 +41,6 @@ def parse_bytes(text: str, before: str = "") -> int:
 def parse_bytes_per_s(text: str, before: str = "") -> float:
     """Return a rate such as `25GB/s` in bytes per second.
 
-    Args:
-        text: The rate with its unit.
-        before: Text before the quantity in error messages, such as `--link `.
-
     Raises:
         UsageError: The text is not a number with a unit of bytes per second, or the number is zero.
     """
@@ -59,10 +51,6 @@ def parse_bytes_per_s(text: str, before: str = "") -> float:
 def parse_flops_per_s(text: str, before: str = "") -> float:
     """Return a rate such as `190TFLOP/s` in floating-point operations per second.
 
-    Args:
-        text: The rate with its unit.
-        before: Text before the quantity in error messages, such as `--rate `.
-
     Raises:
         UsageError: The text is not a number with a unit of operations per second, or the number is zero.
     """
@@ -72,10 +60,6 @@ def parse_flops_per_s(text: str, before: str = "") -> float:
 
 def parse_us(text: str, before: str = "") -> float:
     """Return a duration such as `5us`, `1.5ms`, `60s` in microseconds.
-
-    Args:
-        text: The duration with its unit.
-        before: Text before the quantity in error messages, such as `--overhead `.
 
     Raises:
         UsageError: The text is not a number with a unit of time.
@@ -90,10 +74,6 @@ def parse_us(text: str, before: str = "") -> float:
 def parse_share(text: str, before: str = "") -> float:
     """Return a share such as `5%` as a fraction of one (0.05).
 
-    Args:
-        text: The percentage.
-        before: Text before the quantity in error messages, such as `--headroom `.
-
     Raises:
         UsageError: The text is not a percentage from 0 % to below 100 %.
     """
@@ -107,10 +87,6 @@ def parse_share(text: str, before: str = "") -> float:
 
 def parse_count(text: str, before: str = "") -> int:
     """Return a large number such as `1T` or `300M`, rounded up to a whole number.
-
-    Args:
-        text: The number.
-        before: Text before the quantity in error messages, such as `--tokens `.
 
     Raises:
         UsageError: The text is not a number such as `1500` or `1T`, or the number is zero.
