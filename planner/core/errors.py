@@ -55,7 +55,7 @@ class MissingPackageError(PlannerError):
 
 
 class FileError(PlannerError):
-    """Error about a file that is missing, unreadable, or invalid.
+    """Error about a missing, unreadable or invalid file.
 
     Args:
         message: What is wrong.

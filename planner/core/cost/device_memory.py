@@ -241,9 +241,7 @@ def _devices(num_stages: int, num_devices: int, placement: Placement) -> IntArra
 def most_shared_input_bytes(costs: ChainCosts, counts: IntArray | FloatArray) -> float:
     """Return an upper bound of the stored input bytes that come from another stage of the same device.
 
-    Args:
-        costs: Costs of the layers.
-        counts: Number of allocations of each kind (`PARTS`) on the device at one point in the step, shape (parts,).
+    `counts` has the device's number of allocations of each kind (`PARTS`) at one point in the step, shape (parts,).
     """
     largest = float(np.rint(costs.boundaries.input.max())) if costs.exact else 0.0
     return largest * float(counts[[_PLACE[name] for name in _WITH_INPUT]].sum())
@@ -275,12 +273,8 @@ def subtract_shared(
 def counts_with_permanent_bytes(counts: Sequence[FloatArray]) -> FloatArray:
     """Return the counts of all devices as one array for `device_peaks`, with a count of 1 for the permanent bytes.
 
-    Args:
-        counts: Number of allocations of each kind (`PARTS`) at each point in the step; one array of shape (points,
-            chunks, parts) per device.
-
-    Returns:
-        Shape (devices, points, chunks, 1 + parts).
+    `counts` has one array per device: the number of allocations of each kind (`PARTS`) at each point in the step, shape
+    (points, chunks, parts). The result has the shape (devices, points, chunks, 1 + parts).
     """
     # Devices with fewer points than others repeat their last point.
     _, chunks, num_parts = counts[0].shape

@@ -162,7 +162,7 @@ def _exact(s: StageTable, recompute: Recompute) -> MemoryParts:
     if recompute in ("except-last", "always"):
         held = PartSize({"in_flight": E})
         forward = running_part(I, s.peaks.no_grad + J + D)
-        # Recomputation repeats the forward from the old state. The new output, which both levels include, exists in
+        # Recomputation repeats the forward from the old state. The new output, which both peaks include, exists in
         # addition to the output that was sent.
         recomputing = s.peaks.forward + J
         # Meanwhile, attributes still hold tensors of the last forward, because recomputation does not change

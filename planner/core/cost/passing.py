@@ -58,11 +58,7 @@ class RelayedTensors:
     def passed_gradients(self, ends: IntArray) -> FloatArray:
         """Return, for each layer, the bytes of received gradients that later layers of the stage pass back unchanged.
 
-        Args:
-            ends: Last layers of stages, consecutive and ascending.
-
-        Returns:
-            Shape (layers, ends); or (1, 1) if all bytes are 0.
+        `ends` are the stages' last layers, consecutive and ascending. Shape (layers, ends); (1, 1) if all bytes are 0.
         """
         return _spanning(*self._relays, self._layers, ends)
 
