@@ -10,7 +10,7 @@ closures and default arguments.
 from collections import deque
 from collections.abc import Iterable, Iterator
 from functools import partial
-from types import FunctionType, ModuleType
+from types import BuiltinMethodType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
@@ -61,4 +61,6 @@ def _referred(value: Any) -> Iterator[Any]:
         variables = value.__globals__
         yield from (variables[name] for name in value.__code__.co_names if isinstance(variables.get(name), Tensor))
         yield from (value.__defaults__, value.__kwdefaults__, closure_variables(value))
-    yield from (getattr(value, name, None) for name in ("__self__", "__func__", "__dict__"))
+    elif isinstance(value, MethodType | BuiltinMethodType):
+        yield from (value.__self__, getattr(value, "__func__", None))
+    yield getattr(value, "__dict__", None)

@@ -3,15 +3,12 @@
 import copy
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from types import MappingProxyType
+from types import FunctionType, MappingProxyType, ModuleType
 from typing import Any, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
 _Module = TypeVar("_Module")
-
-_UNCOPYABLE = (TypeError, RuntimeError)
-"""Errors of `copy.deepcopy` for objects without a copy, such as locks, and for tensors with a graph."""
 
 
 def copy_module(module: _Module, instead: Mapping[int, Any] = MappingProxyType({})) -> _Module:
@@ -22,10 +19,35 @@ def copy_module(module: _Module, instead: Mapping[int, Any] = MappingProxyType({
     parts: Any = module if isinstance(module, nn.Module) else nn.ModuleList(module)  # type: ignore[arg-type]
     with _without_own_copies(parts.modules()):
         try:
-            return copy.deepcopy(module, dict(instead))
-        except _UNCOPYABLE:
+            return _deepcopy(module, dict(instead))
+        except Exception:  # of an object without a copy, such as a lock, or of any method of the user's class
             shared = {id(value): value for value in _uncopyable(module, instead, set())}
-            return copy.deepcopy(module, {**shared, **instead})
+            return _deepcopy(module, {**shared, **instead})
+
+
+def _deepcopy(module: _Module, memo: dict[int, Any]) -> _Module:
+    # Python would copy the items of such a dict, but not its attributes.
+    dicts = [value for value in _attribute_dicts(module) if id(value) not in memo]
+    copies = [value.__class__.__new__(value.__class__) for value in dicts]
+    memo |= {id(value): made for value, made in zip(dicts, copies, strict=True)}
+    copied = copy.deepcopy(module, memo)
+    for value, made in zip(dicts, copies, strict=True):
+        made.update(copy.deepcopy(dict(value), memo))
+        made.__dict__ = made
+    return copied
+
+
+def _attribute_dicts(module: Any) -> Iterator[dict[str, Any]]:
+    """Yield dicts whose attributes are their items (`self.__dict__ = self`)."""
+    todo, visited = [module], dict[int, Any]()
+    while todo:
+        value = todo.pop()
+        if id(value) in visited or isinstance(value, type | ModuleType | FunctionType | Tensor):
+            continue
+        visited[id(value)] = value
+        if isinstance(value, dict) and id(getattr(value, "__dict__", None)) == id(value):
+            yield value
+        todo += _parts(value)
 
 
 @contextmanager
@@ -50,7 +72,7 @@ def _uncopyable(value: Any, instead: Mapping[int, Any], visited: set[int]) -> It
     visited.add(id(value))
     try:
         copy.deepcopy(value, dict(instead))
-    except _UNCOPYABLE:
+    except Exception:
         parts = [each for part in _parts(value) for each in _uncopyable(part, instead, visited)]
         yield from parts or [value]
 

@@ -383,11 +383,11 @@ class _Needs:
 
     def _check_repeated(self, operator: RecordedOperator, reads: Sequence[int], *, strict: bool) -> None:
         where, name = self._name_of(operator), operator.name
-        region = self._region_of(operator)
-        if region is not None:
+        if (region := self._region_of(operator)) is not None:
             self._fail(f"{where} computes it ({name}), and {region.problem}")
         if operator.random and strict:  # each stage would draw different numbers
-            self._fail(f"random numbers are drawn ({name}) by the code of {where} between modules")
+            remedy = "draw them into a new tensor, as `torch.randn_like` does, and do not change it in place"
+            self._fail(f"random numbers are drawn ({name}) by the code of {where} between modules ({remedy})")
         if operator.writes_model_tensor:  # each stage that holds the tensor would repeat the write
             self._fail(f"the code of {where} writes into a parameter or buffer ({name}; use a module that returns it)")
         for version in reads:

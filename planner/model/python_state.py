@@ -152,13 +152,22 @@ def _add(numbers: dict[str, float], name: str, value: Any, depth: int) -> None:
         is_wanted = isinstance(numbers, _WithTensors) and value.layout == torch.strided and value.device.type != "meta"
         if is_wanted and type(value) is Tensor and value.nbytes <= _MOST_BYTES:
             values = value.detach()
-            numbers[name + TENSOR] = float((values if values.is_complex() else values.double()).abs().sum())
+            total = float((values if values.is_complex() else values.double()).abs().sum())
+            numbers[name + TENSOR] = _comparable(total)
         return
     number = _number_of(value)
     if number is not None:
-        numbers[name] = number
+        numbers[name] = _comparable(number)
     elif depth < _DEEPEST:
         _add_content(numbers, name, value, depth + 1)
+
+
+def _comparable(number: float) -> float:
+    """Return the number. NaN does not equal itself, so another number replaces it."""
+    return number if abs(number) >= 0 else _NAN
+
+
+_NAN = zlib.crc32(b"nan")
 
 
 def _number_of(value: Any) -> float | None:
@@ -246,9 +255,13 @@ def _fields(value: Any) -> dict[str, Any]:
     if not isinstance(value, _NAMESPACES) and not is_user_object(value):
         is_read = isinstance(value, LRScheduler) or _is_library_object(value)
         return {key: item for key, item in vars(value).items() if type(item) in NUMBERS} if is_read else {}
+    return {**values_in_slots(value), **getattr(value, "__dict__", {})}
+
+
+def values_in_slots(value: Any) -> dict[str, Any]:
+    """Return the values in slots of an object (`__slots__`), by name."""
     slots = [name for cls in type(value).__mro__ for name in getattr(cls, "__slots__", ())]
-    in_slots = {name: getattr(value, name) for name in slots if name != "__dict__" and hasattr(value, name)}
-    return {**in_slots, **getattr(value, "__dict__", {})}
+    return {name: getattr(value, name) for name in slots if name != "__dict__" and hasattr(value, name)}
 
 
 def _add_attributes(numbers: dict[str, float], path: str, module: nn.Module, depth: int) -> None:

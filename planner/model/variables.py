@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from planner.model.attributes import AttributeSnapshot
 from planner.model.leaves import is_plain
 from planner.model.nests import ABSENT
-from planner.model.python_state import closure_variables, is_user_module, is_user_object, user_files
+from planner.model.python_state import closure_variables, is_user_module, is_user_object, user_files, values_in_slots
 
 _MOST_CONTAINERS = 10_000
 
@@ -42,7 +42,7 @@ def undo_variable_changes(model: nn.Module, loss_fn: Callable[..., Any] | None =
 
 
 class _Variables(NamedTuple):
-    """Saved content of a container: a dict, a list, a class, or the closure of a function."""
+    """Saved content of a container: a dict, a list, a class, an object with slots, or the closure of a function."""
 
     container: Any
     before: dict[Any, Any]
@@ -97,7 +97,9 @@ def _containers(model: nn.Module, loss_fn: Callable[..., Any] | None) -> list[An
 def _is_followed(value: Any) -> bool:
     if isinstance(value, type | FunctionType):
         return is_user_module(value.__module__)
-    return isinstance(value, dict | list | deque) and len(value) <= _MOST_ITEMS
+    if isinstance(value, dict | list | deque):
+        return len(value) <= _MOST_ITEMS
+    return not hasattr(value, "__dict__") and is_user_object(value)  # all of its values are in slots
 
 
 def _content(container: Any) -> dict[Any, Any]:
@@ -105,6 +107,8 @@ def _content(container: Any) -> dict[Any, Any]:
         return closure_variables(container)
     if isinstance(container, MutableSequence):
         return dict(enumerate(container))
+    if not isinstance(container, type | dict):
+        return values_in_slots(container)
     items = vars(container) if isinstance(container, type) else container
     return {key: value for key, value in items.items() if not str(key).startswith("__")}
 
@@ -114,6 +118,8 @@ def _set_or_remove(container: Any, key: Any, value: Any) -> None:
         container.__closure__[container.__code__.co_freevars.index(key)].cell_contents = value  # type: ignore[index]
     elif isinstance(container, type):
         delattr(container, key) if value is ABSENT else setattr(container, key, value)
+    elif not isinstance(container, dict):  # of `object`, because a frozen dataclass refuses changes
+        object.__delattr__(container, key) if value is ABSENT else object.__setattr__(container, key, value)
     elif value is ABSENT:
         container.pop(key, None)
     else:

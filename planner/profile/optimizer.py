@@ -175,7 +175,7 @@ def _states(optimizer: torch.optim.Optimizer, copies: Sequence[Tensor], paramete
     return sum(
         _whole_bytes(state, copy, parameter)
         for copy, parameter in zip(copies, parameters, strict=True)
-        for state in optimizer.state[copy].values()
+        for state in optimizer.state.get(copy, {}).values()
         if isinstance(state, Tensor)
     )
 

@@ -120,3 +120,15 @@ def test_tensors_of_other_stages_hooks_take_no_memory() -> None:
     model = build_with_values(hooked, wanted, seed=SEED)
     assert [tensor.device.type for tensor in wanted(model)] == ["cpu"] * 3
     assert all(parameter.is_meta for parameter in list(model.parameters())[2:])
+
+
+class Settings(dict[str, Tensor]):
+    """Dict with attributes, a common idiom: a missing attribute raises a KeyError."""
+
+    __getattr__ = dict.__getitem__
+
+
+def test_tensors_are_found_in_objects_whose_missing_attributes_raise_any_error() -> None:
+    module = nn.Linear(2, 2)
+    module.settings = Settings(mask=torch.zeros(2))
+    assert other_reachable_tensors([module], []) == [module.settings["mask"]]

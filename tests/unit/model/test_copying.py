@@ -50,3 +50,38 @@ def test_a_copy_shares_only_objects_that_cannot_be_copied(tmp_path: Path) -> Non
     assert made.layer.bias is other
     assert made.layer.weight is not module[0].layer.weight
     made.file.close()
+
+
+class Settings(dict[str, Any]):
+    """Dict with attributes, a common idiom. Python cannot copy it, because `copy` reads `__deepcopy__`."""
+
+    __getattr__ = dict.__getitem__
+
+
+def test_an_object_that_raises_any_error_when_it_is_copied_is_shared() -> None:
+    module = nn.Sequential(nn.Linear(2, 2))
+    module[0].settings = Settings(width=2)
+    made: Any = copy_module(module)[0]
+    assert made.settings is module[0].settings
+    assert made.weight is not module[0].weight
+
+
+class Options(dict[str, Any]):
+    """Dict whose attributes are its items, another common idiom. Python copies it without the attributes."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.__dict__ = self
+
+
+def test_the_copy_of_a_dict_with_attributes_has_them_too() -> None:
+    module = nn.Sequential(nn.Linear(2, 2))
+    inner = Options(width=2, layer=module[0])
+    module.options = [Options(inner=inner, numbers=[1])]
+    made: Any = copy_module(module).options[0]
+    assert made.inner.width == 2
+    assert made.inner.layer is not module[0]
+    made.numbers.append(2)
+    made.count = 3
+    assert made["count"] == 3
+    assert module.options[0] == {"inner": inner, "numbers": [1]}

@@ -4,6 +4,7 @@ import ctypes
 import functools
 import importlib
 import itertools
+import math
 import multiprocessing
 import random
 import subprocess
@@ -235,3 +236,9 @@ def test_a_change_in_an_unusual_place_changes_a_number(value: Any, change: Calla
     before = numbers_of_attribute(value)
     change(value)
     assert numbers_of_attribute(value) != before
+
+
+def test_nan_equals_itself() -> None:
+    before = numbers_of_attribute([math.nan, torch.tensor(math.nan)])
+    assert numbers_of_attribute([math.nan, torch.tensor(math.nan)]) == before
+    assert numbers_of_attribute([0.0, torch.tensor(math.nan)]) != before

@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -42,6 +43,17 @@ class Memory(nn.Module):
 MEMORY = Memory()
 
 
+@dataclass(slots=True)
+class Progress:
+    """Module-level object without a `__dict__`."""
+
+    calls: int = 0
+    last: Tensor | None = None
+
+
+PROGRESS = Progress()
+
+
 class Changes(nn.Module):
     """Changes everything that a forward can."""
 
@@ -63,6 +75,8 @@ class Changes(nn.Module):
         self.initialized = True
         MEMORY.past.add_(1)
         MEMORY.calls += 1
+        PROGRESS.calls += 1
+        PROGRESS.last = value
         return value * TICK()
 
 
@@ -78,6 +92,7 @@ def test_changes_of_a_recording_forward_are_undone(value: Tensor) -> None:
     assert not STATE["written"].any()
     assert (STATE["calls"], STATE["started"], STATE.get("new")) == (0, False, None)
     assert (float(MEMORY.past.sum()), MEMORY.calls) == (0, 0)
+    assert (PROGRESS.calls, PROGRESS.last) == (0, None)
     assert len(QUEUE) == 1
     assert not Changes.mean.any()
     assert Changes.forward.__defaults__ == ([],)

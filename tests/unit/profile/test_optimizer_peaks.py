@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from importlib import import_module
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -103,6 +104,19 @@ def test_optimizer_state_of_a_parameter_without_gradient(name: str) -> None:
     state = [t for entry in optimizer.state.values() for t in entry.values() if isinstance(t, Tensor)]
     profile = profile_of_model(loaded)
     assert profile.layers[0].optimizer_bytes == sum(t.untyped_storage().nbytes() for t in state)
+
+
+class WithoutState(torch.optim.SGD):
+    """Optimizer whose `state` is a plain dict, which has no entries for new parameters."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.state: Any = {}
+
+
+def test_the_state_of_an_optimizer_may_be_a_plain_dict() -> None:
+    loaded = loaded_model(lambda: nn.Sequential(nn.Linear(16, 16), nn.ReLU()), 16, build_optimizer=WithoutState)
+    assert profile_of_model(loaded).layers[0].optimizer_bytes == 0
 
 
 def test_unused_parameters_of_a_value_dependent_layer_have_state() -> None:
