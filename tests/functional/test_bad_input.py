@@ -49,7 +49,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()):
         patch.chdir(folder)
         no_calibration(patch)
-        assert run(["profile", "model.py", "--repeat", "2", "--batch-sizes", "2,4"]) == 0
+        assert run(["profile", "model.py", "--repeat", "2", "--time-budget", "0s", "--batch-sizes", "2,4"]) == 0
         assert run([*SOLVE, "--balance", "2,3", "--batch", "8", "--micro-batches", "4"]) == 0
         assert run(["emit"]) == 0
     return folder

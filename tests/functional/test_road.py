@@ -13,6 +13,7 @@ from tests.support.training import ROOT, torchrun
 
 pytestmark = pytest.mark.slow
 
+QUICKLY = ["--repeat", "2", "--time-budget", "0s"]
 SMALL = ["layers=4", "width=64", "feed_forward=256", "heads=4", "vocabulary=256", "tokens=32"]
 
 
@@ -24,7 +25,7 @@ def test_measured_memory_is_as_predicted_and_the_loss_falls(tmp_path, monkeypatc
     """
     monkeypatch.chdir(tmp_path)
     settings = [word for setting in SMALL for word in ("--set", setting)]
-    assert run(["profile", str(ROOT / "sample_models/transformer_lm.py"), "--repeat", "2", *settings]) == 0
+    assert run(["profile", str(ROOT / "sample_models/transformer_lm.py"), *QUICKLY, *settings]) == 0
     assert run(["solve", "--devices", "2", "--mem", "2GB", "--balance", "3,3", "--recompute", recompute]) == 0
     assert run(["emit"]) == 0
     assert run(["check"]) == 0
@@ -66,7 +67,7 @@ def test_memory_of_a_transformers_model_is_as_predicted(tmp_path: Path, monkeypa
     monkeypatch.chdir(tmp_path)
     model = str(ROOT / "tests/zoo/models/tiny_gpt2.py")
     sizes = ["--batch-sizes", "2,4", "--set", "width=128", "--proof-budget", "0s"]
-    assert run(["profile", model, "--repeat", "2", "--granularity", "fine", *sizes]) == 0
+    assert run(["profile", model, *QUICKLY, "--granularity", "fine", *sizes]) == 0
     # Small as it is, two processes are no faster where two cost much.
     free = ["--overhead", "0us", "--link", "100GB/s,0us"]
     assert (

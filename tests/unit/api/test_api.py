@@ -246,6 +246,7 @@ def test_profile_from_python_takes_a_module_or_a_file(here: Path) -> None:
     import torch
     from torch import nn
 
+    quickly = {"repeat": 2, "time_budget": "0s"}
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
     before = [parameter.clone() for parameter in model.parameters()]
     measured = planner.profile(
@@ -253,7 +254,7 @@ def test_profile_from_python_takes_a_module_or_a_file(here: Path) -> None:
         example_batch=lambda size: (torch.randn(size, 8), torch.zeros(size, dtype=torch.long)),
         loss_fn=nn.functional.cross_entropy,
         batch_sizes=[1, 2],
-        repeat=2,
+        **quickly,
         output="given.yaml",
     )
     assert [layer.name for layer in measured.layers] == ["0", "1", "2"]
@@ -261,14 +262,14 @@ def test_profile_from_python_takes_a_module_or_a_file(here: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     assert files.read_profile("given.yaml").layers[0].parameter_bytes == 4 * 72
     assert planner.solve("given.yaml", devices=2, mem="1MB").balance
-    shaped = planner.profile(model, inputs=["8"], batch_sizes=1, repeat=2, proof_budget="0s")
+    shaped = planner.profile(model, inputs=["8"], batch_sizes=1, **quickly, proof_budget="0s")
     assert shaped.layers[0].parameter_bytes == 4 * 72
     (page,) = blocks("docs/ci.md", "python")
     Path("model.py").write_text(page)
-    from_file = planner.profile("model.py", batch_sizes=2, repeat=2, proof_budget="0s")
+    from_file = planner.profile("model.py", batch_sizes=2, **quickly, proof_budget="0s")
     assert len(from_file.layers) == 5
     with pytest.raises(planner.core.errors.ModelError):
-        planner.profile(model, repeat=2)
+        planner.profile(model, **quickly)
 
 
 @pytest.mark.slow
