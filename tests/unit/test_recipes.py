@@ -102,8 +102,21 @@ def recipe(title: str) -> set[str]:
     return {name for name in named_files(page) if name.startswith("planner/")}
 
 
-def run(folder: Path, changes: Changes, *words: str) -> str:
-    """Return the output of a command of the changed package, run in `folder`."""
+def run(folder: Path, changes: Changes, *commands: str) -> list[str]:
+    """Return the outputs of commands of the changed package, run in `folder` by one process."""
+    code = f"""
+import sys
+from planner.cli.main import run
+for command in {commands}:
+    if code := run(command.split()):
+        sys.exit(code)
+    print(end="\\f")
+"""
+    return run_python(folder, changes, code).split("\f")[:-1]
+
+
+def run_python(folder: Path, changes: Changes, code: str) -> str:
+    """Return the output of a program that imports the changed package, run in `folder`."""
     package = folder / "changed" / "planner"
     if not package.exists():
         for name in ("planner", "gpipe_plan"):
@@ -117,7 +130,9 @@ def run(folder: Path, changes: Changes, *words: str) -> str:
                 text = text.replace(old, new)
             path.write_text(text, encoding="utf-8")
     env = {**os.environ, "PYTHONPATH": str(package.parent)}
-    done = subprocess.run([sys.executable, *words], cwd=folder, env=env, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, env=env, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -146,24 +161,30 @@ WORKSPACES: Changes = {
 def test_added_memory_component_is_in_plan_report_and_explorer(tmp_path: Path) -> None:
     """One stage per device and several are tried."""
     assert set(WORKSPACES) <= recipe("a memory component")
-    files.write(str(tmp_path / "profile.yaml"), random_profile(1, 8, exact=True))
-    text = (tmp_path / "profile.yaml").read_text(encoding="utf-8")
-    solve_it = ("-m", "planner", "solve", "profile.yaml", "--devices", "2", "--mem", "1GB", "--recompute", "never")
+    files.write(str(tmp_path / "0.yaml"), random_profile(1, 8, exact=True))
+    text = (tmp_path / "0.yaml").read_text(encoding="utf-8")
+    changed = text.replace(", parameter_bytes:", ", workspace_bytes: 1000, parameter_bytes:")
+    (tmp_path / "1000.yaml").write_text(changed, encoding="utf-8")
+    question = "--devices 2 --mem 1GB --recompute never --batch 1"
+    outputs = run(
+        tmp_path,
+        WORKSPACES,
+        *(
+            f"solve {size}.yaml {question} --schedule {schedule} -o {schedule}-{size}.yaml"
+            for schedule in ("gpipe", "interleaved")
+            for size in (0, 1000)
+        ),
+        "show interleaved-1000.yaml --html plan.html",
+        "explore interleaved-1000.yaml -o explore.html",
+    )
     for schedule in ("gpipe", "interleaved"):
-        plans = []
-        for workspace_bytes in (0, 1000):
-            changed = text.replace(", parameter_bytes:", f", workspace_bytes: {workspace_bytes}, parameter_bytes:")
-            (tmp_path / "profile.yaml").write_text(changed, encoding="utf-8")
-            run(tmp_path, WORKSPACES, *solve_it, "--batch", "1", "--schedule", schedule)
-            plans.append((tmp_path / "plan.yaml").read_text(encoding="utf-8"))
+        plans = [(tmp_path / f"{schedule}-{size}.yaml").read_text(encoding="utf-8") for size in (0, 1000)]
         before, after = (list(map(int, re.findall(r"total: (\d+)", plan))) for plan in plans)
         assert sum(after) == sum(before) + 8 * 1000
         assert sum(map(int, re.findall(r"workspaces: (\d+)", plans[1]))) == 8 * 1000
         assert "workspaces" not in plans[0]
-    shown = run(tmp_path, WORKSPACES, "-m", "planner", "show", "plan.yaml", "--html", "plan.html")
-    assert "workspaces" in shown
+    assert "workspaces" in outputs[-2]
     assert "m-workspaces" in (tmp_path / "plan.html").read_text(encoding="utf-8")
-    run(tmp_path, WORKSPACES, "-m", "planner", "explore", "plan.yaml", "-o", "explore.html")
     assert '"workspaces"' in (tmp_path / "explore.html").read_text(encoding="utf-8")
 
 
@@ -198,12 +219,12 @@ MOST_SAMPLES: Changes = {
 def test_added_solver_option_is_in_command_api_and_plan(tmp_path: Path) -> None:
     assert set(MOST_SAMPLES) <= recipe("a solver option")
     files.write(str(tmp_path / "profile.yaml"), random_profile(1, 8, sizes=(1, 2, 4)))
-    question = ("--devices", "2", "--mem", "1GB", "--batch", "4", "--overhead", "1ms")
-    run(tmp_path, MOST_SAMPLES, "-m", "planner", "solve", "profile.yaml", *question, "--max-micro-batch", "1")
+    question = "--devices 2 --mem 1GB --batch 4 --overhead 1ms --max-micro-batch 1"
+    _, help_text = run(tmp_path, MOST_SAMPLES, f"solve profile.yaml {question}", "solve --help")
     plan = (tmp_path / "plan.yaml").read_text(encoding="utf-8")
     assert "max_micro_batch: 1\n" in plan
     assert "micro_batch_size: 1\n" in plan
-    assert "Most samples of a micro-batch." in run(tmp_path, MOST_SAMPLES, "-m", "planner", "solve", "--help")
+    assert "Most samples of a micro-batch." in help_text
     code = """
 import planner
 from planner import files
@@ -214,7 +235,7 @@ for given in ({}, {"max_micro_batch": 1}):
     options = solve_command_options(plan.inputs, profile.device)
     print(plan.micro_batch_size, *(option for option in options if "max" in option))
 """
-    unlimited, limited = run(tmp_path, MOST_SAMPLES, "-c", code).splitlines()
+    unlimited, limited = run_python(tmp_path, MOST_SAMPLES, code).splitlines()
     assert limited == "1 --max-micro-batch 1"
     assert unlimited == "4"
 
@@ -254,23 +275,26 @@ def test_added_device_is_accepted_and_its_absence_is_reported(tmp_path: Path) ->
     assert set(XPU) - {"planner/device/xpu.py"} <= recipe("a device")
     profile = replace(random_profile(1, 8), device=Device(kind="xpu", name="Max 1550", memory_bytes=48 * 10**9))
     files.write(str(tmp_path / "profile.yaml"), replace(profile, model=Model(source="model.py:build_model")))
-    run(tmp_path, XPU, "-m", "planner", "solve", "profile.yaml", "--devices", "2", "--batch", "1")
-    run(tmp_path, XPU, "-m", "planner", "emit", "plan.yaml")
+    commands = ("solve profile.yaml --devices 2 --batch 1", "emit plan.yaml", "profile-links --help")
+    *_, help_text = run(tmp_path, XPU, *commands)
+    assert "auto|cpu|cuda|xpu" in help_text
     assert "device: xpu\n" in (tmp_path / "balance.yaml").read_text(encoding="utf-8")
-    assert "--device {cpu,cuda,xpu}" in run(tmp_path, XPU, "train.py", "--help")
-    assert "auto|cpu|cuda|xpu" in run(tmp_path, XPU, "-m", "planner", "profile-links", "--help")
     code = """
-import torch, planner
+import runpy, sys, torch, planner
 from planner.device.kinds import kind_of
 print(kind_of(torch.device("xpu", 1)).communication)
 try:
     planner.profile("model.py", device="xpu")
 except planner.PlannerError as error:
     print(error.message)
+sys.argv = ["train.py", "--help"]
+runpy.run_path("train.py", run_name="__main__")
 """
     source = "def build_model(): ...\ndef example_batch(size): ...\n"
     (tmp_path / "model.py").write_text(source, encoding="utf-8")
-    assert run(tmp_path, XPU, "-c", code).splitlines() == ["xccl", "no XPU device here for `--device xpu`"]
+    name, problem, *help_lines = run_python(tmp_path, XPU, code).splitlines()
+    assert (name, problem) == ("xccl", "no XPU device here for `--device xpu`")
+    assert "--device {cpu,cuda,xpu}" in "\n".join(help_lines)
 
 
 FEW_MICRO_BATCHES: Changes = {
@@ -307,11 +331,14 @@ FEW_MICRO_BATCHES: Changes = {
 def test_added_finding_is_reported_in_every_format(tmp_path: Path) -> None:
     assert set(FEW_MICRO_BATCHES) <= recipe("a finding")
     files.write(str(tmp_path / "profile.yaml"), random_profile(1, 8))
-    for batch, reported in ((1, True), (4, False)):
-        request = ("--devices", "2", "--mem", "1GB", "--batch", str(batch), "--micro-batches", str(batch))
-        run(tmp_path, FEW_MICRO_BATCHES, "-m", "planner", "solve", "profile.yaml", *request, "--balance", "4,4")
-        for format_ in ("text", "json", "github", "junit", "markdown"):
-            text = run(tmp_path, FEW_MICRO_BATCHES, "-m", "planner", "check", "plan.yaml", "--format", format_)
-            assert ("GP209" in text) is reported, format_
-    for words in (("explain", "GP209"), ("check", "plan.yaml", "--format", "sarif")):
-        assert "Use smaller micro-batches." in run(tmp_path, FEW_MICRO_BATCHES, "-m", "planner", *words)
+    formats = ("text", "json", "github", "junit", "markdown")
+    for batch, is_reported in ((1, True), (4, False)):
+        solve_it = f"solve profile.yaml --devices 2 --mem 1GB --batch {batch} --micro-batches {batch} --balance 4,4"
+        checks = (f"check plan.yaml --format {name}" for name in formats)
+        more = ("explain GP209", "check plan.yaml --format sarif")
+        _, *texts, explained, sarif = run(tmp_path, FEW_MICRO_BATCHES, solve_it, *checks, *more)
+        assert {name: "GP209" in text for name, text in zip(formats, texts, strict=True)} == dict.fromkeys(
+            formats, is_reported
+        )
+        assert "Use smaller micro-batches." in explained
+        assert "Use smaller micro-batches." in sarif

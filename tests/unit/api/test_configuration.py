@@ -296,8 +296,9 @@ def test_replicas_are_a_multiple_of_expert_parallelism(tmp_path: Path) -> None:
         planner.solve(profile, devices=4, batch=7, replicas="auto")
     with pytest.raises(UsageError, match="need 2 GPUs or more, there are 1"):
         planner.solve(profile, devices=1, batch=8, replicas="auto")
-    assert planner.solve(profile, devices=4, batch=8, replicas="auto").replicas % 2 == 0
-    assert planner.solve(profile, devices=4, batch=8, replicas=2).replicas == 2
+    fits = {"devices": 4, "batch": 8, "schedule": "gpipe"}
+    assert planner.solve(profile, **fits, replicas="auto").replicas % 2 == 0
+    assert planner.solve(profile, **fits, replicas=2).replicas == 2
 
 
 def test_suggested_memory_is_enough_with_default_headroom(tmp_path: Path) -> None:
@@ -335,12 +336,13 @@ def test_all_missing_options_are_reported_together() -> None:
 @pytest.mark.slow
 def test_estimates_keep_headroom_for_their_error_range_by_default(tmp_path: Path) -> None:
     profile, notes = of(tmp_path), list[str]()
-    plan = planner.solve(profile, devices=2, mem="4GB", batch=4, note=notes.append)
+    asked = {"devices": 2, "batch": 4, "schedule": "gpipe"}
+    plan = planner.solve(profile, mem="4GB", note=notes.append, **asked)
     assert 0.15 < plan.inputs.headroom < 0.2
     assert plan.inputs.memory_bytes == (int(4 * 10**9 * (1 - plan.inputs.headroom)),) * 2
     assert any("`--headroom 0%` uses all memory" in note for note in notes)
-    full = planner.solve(profile, devices=2, mem="4GB", batch=4, headroom="0%")
+    full = planner.solve(profile, mem="4GB", headroom="0%", **asked)
     assert full.inputs.memory_bytes == (4 * 10**9,) * 2
-    (cell,) = planner.sweep(profile, devices=2, batch=4).cells
+    (cell,) = planner.sweep(profile, **asked).cells
     assert cell.memory_bytes == profile.device.memory_bytes
     assert cell.plan.inputs.memory_bytes == (int(cell.memory_bytes * (1 - cell.plan.inputs.headroom)),) * 2

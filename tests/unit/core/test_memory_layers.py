@@ -209,7 +209,7 @@ def test_unsaved_output_is_held_for_a_recomputed_layer() -> None:
 @pytest.mark.parametrize("is_exact", [False, True])
 def test_recomputing_no_layers_equals_never(*, is_exact: bool) -> None:
     compared = 0
-    for seed in range(12):
+    for seed in range(3):
         costs = costs_at(random_profile(seed, 6, exact=is_exact, sizes=(1, 4)), (1, 3, 4)[seed % 3])
         for m, in_flight in COUNTS:
             for first, end in combinations(range(7), 2):
@@ -219,7 +219,7 @@ def test_recomputing_no_layers_equals_never(*, is_exact: bool) -> None:
                 )
                 assert never.total == layers.total
                 compared += 1
-    assert compared == 12 * 5 * 21
+    assert compared == 3 * 5 * 21
 
 
 @pytest.mark.parametrize("is_exact", [False, True])

@@ -46,7 +46,15 @@ def test_recomputation_lowers_the_utilization() -> None:
 @pytest.mark.slow
 def test_gpus_of_a_stage_share_its_flops() -> None:
     one, two = (
-        api.solve(by_formula(tensor_parallel=t), devices=2 * t, batch=8, recompute="never", tokens="1M", price=2)
+        api.solve(
+            by_formula(tensor_parallel=t),
+            devices=2 * t,
+            batch=8,
+            recompute="never",
+            schedule="gpipe",
+            tokens="1M",
+            price=2,
+        )
         for t in (1, 2)
     )
     assert (one.training.gpus, two.training.gpus) == (2, 4)

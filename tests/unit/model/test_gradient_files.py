@@ -96,13 +96,12 @@ def memory_growth(folder: str) -> int:
 def test_gradients_in_files_take_a_fraction_of_the_memory(tmp_path: Path) -> None:
     """With files, about one gradient at a time is in memory, also while it is added to an earlier one.
 
-    Each is measured in a new process, because a fork of a long test process also copies pages of that process.
+    A new process measures both, because a fork of a long test process also copies pages of that process.
     """
-    sizes = []
-    for folder in (str(tmp_path), ""):
-        code = f"from tests.unit.model.test_gradient_files import memory_growth; print(memory_growth({folder!r}))"
-        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-        sizes.append(int(done.stdout))
+    code = "from tests.unit.model.test_gradient_files import memory_growth as grown; print(grown({!r}), grown(''))"
+    words = [sys.executable, "-c", code.format(str(tmp_path))]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
+    sizes = [*map(int, done.stdout.split())]
     gradient_bytes = 4 * WIDTH * WIDTH
     assert sizes[0] < 1.7 * gradient_bytes, sizes
     assert sizes[1] > LAYERS * gradient_bytes, sizes

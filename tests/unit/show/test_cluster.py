@@ -120,7 +120,7 @@ def test_sweep_counts_gpus_if_several_share_each_layer(profile: Profile) -> None
 @pytest.mark.slow
 def test_sweep_lists_the_smallest_and_the_cheapest_cluster(profile: Profile) -> None:
     """Costs include unused devices."""
-    sweep = api.sweep(profile, devices="1,2,3,16", batch=8, replicas="auto", samples="1M", price=2)
+    sweep = api.sweep(profile, devices="1,2,3,16", batch=8, schedule="gpipe", replicas="auto", samples="1M", price=2)
     costs = [cell.training.cost for cell in sweep.cells if cell.training is not None]
     assert len(costs) == len(sweep.cells)
     assert sweep.cheapest is not None

@@ -43,7 +43,7 @@ from tests.support.explorer import (
 from tests.unit.show.samples import in_a_v, plan, profile, renamed
 from tests.unit.show.test_html import EVIL, Page
 
-EDITS = int(os.environ.get("EDITS", "240"))
+EDITS = int(os.environ.get("EDITS", "120"))
 """Number of random edits; use a thousand after changes of the cost model."""
 
 needs_node = pytest.mark.skipif(NODE is None, reason="no node on this machine")
@@ -80,7 +80,6 @@ def test_random_edits_have_the_figures_of_check(tmp_path: Path) -> None:
 @needs_node
 def test_long_chains_have_figures_near_their_cuts_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Handles stop where the figures end, and a remark says so."""
-    whole = [question(seed) for seed in range(6)]
     monkeypatch.setattr("planner.show.explore.data.MOST_BYTES", 4000)
     cases = [question(seed) for seed in range(6)]
     assert all(max(case.widths.values()) < len(case.data["names"]) for case in cases if case.data["devices"] > 1)
@@ -88,22 +87,23 @@ def test_long_chains_have_figures_near_their_cuts_only(tmp_path: Path, monkeypat
     for (case, wanted), answers in zip(edits, answers_of(edits, tmp_path), strict=True):
         for edit, answer in zip(wanted, answers, strict=True):
             compare(case, edit, answer)
-    wide, case = next(pair for pair in zip(whole, cases, strict=True) if pair[1].data["start"]["balance"][1:])
+    seed, case = next((n, each) for n, each in enumerate(cases) if each.data["start"]["balance"][1:])
     first, second = case.data["start"]["balance"][:2]
     moves, width = [(1, first + second - 1)], case.widths[len(case.data["start"]["balance"])]
     edit = {**case.data["start"], "recompute": "never", "scale": 0}
-    (at,), (free,) = (reached(one, edit, moves, tmp_path) for one in (case, wide))
+    (at,) = reached(case, edit, moves, tmp_path)
     assert at == {"at": first + width, "isEnd": True}
-    assert free == {"at": first + second - 1, "isEnd": False}
     assert f"moves by at most {pluralize(width, 'layer')}" in Page(explore_html(case.question)).words
     monkeypatch.undo()
+    (free,) = reached(question(seed), edit, moves, tmp_path)
+    assert free == {"at": first + second - 1, "isEnd": False}
     assert "moves by at most" not in Page(explore_html(asked(plan()))).words
 
 
 @pytest.mark.slow
 def test_tables_fit_the_size_limit_or_are_minimal(monkeypatch: pytest.MonkeyPatch) -> None:
     widths = []
-    for room in range(8000, 64_000, 4000):
+    for room in range(8000, 64_000, 8000):
         monkeypatch.setattr("planner.show.explore.data.MOST_BYTES", room)
         case = question(6)
         own = len(case.data["start"]["balance"])
