@@ -32,7 +32,9 @@ def test_loss_and_gradients_of_stages_equal_the_models(name: str, granularity: s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("setting", ["use_cache", "output_hidden_states", "output_attentions"])
+@pytest.mark.parametrize(
+    "setting", ["use_cache", "output_hidden_states", pytest.param("output_attentions", marks=pytest.mark.nightly)]
+)
 def test_unused_outputs_are_not_sent(setting: str) -> None:
     plain, more = (REAL_MODELS["GPT-2"].build() for _ in range(2))
     more.set_attn_implementation("eager")
@@ -47,7 +49,7 @@ def test_unused_outputs_are_not_sent(setting: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["GPT-2", "T5", "ResNet-26 (timm)"])
+@pytest.mark.parametrize("name", ["GPT-2", "ResNet-26 (timm)", pytest.param("T5", marks=pytest.mark.nightly)])
 def test_finding_layers_changes_no_weights_random_state_or_digest(name: str) -> None:
     real = REAL_MODELS[name]
     model = real.build().train()

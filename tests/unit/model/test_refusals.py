@@ -237,7 +237,10 @@ class Calls(nn.Module):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("choose", "kind"),
-    [(lambda module: module.other, "Linear"), (lambda _module: lambda value: value.tanh(), "function")],
+    [
+        pytest.param(lambda module: module.other, "Linear", marks=pytest.mark.nightly),
+        (lambda _module: lambda value: value.tanh(), "function"),
+    ],
 )
 def test_objects_between_layers_of_a_sequential_are_named_by_their_type(choose, kind):
     """The texts of two objects are equal, or differ only in addresses."""

@@ -201,8 +201,13 @@ def narrower(inputs: Inputs) -> list[Inputs]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("cap", [UNLIMITED, 2500])
+@pytest.mark.parametrize(
+    ("seed", "cap"),
+    [
+        (0, 2500),
+        *(pytest.param(*more, marks=pytest.mark.nightly) for more in ((0, UNLIMITED), (1, 2500), (1, UNLIMITED))),
+    ],
+)
 def test_auto_is_never_slower_than_a_more_restricted_request(monkeypatch, seed, cap):
     """The first pass has a small budget, so the second pass must find the plans."""
     for module in (search, methods):
@@ -220,8 +225,16 @@ def test_auto_is_never_slower_than_a_more_restricted_request(monkeypatch, seed, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [3, 4, pytest.param(5, marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("cap", [UNLIMITED, 1700])
+@pytest.mark.parametrize(
+    ("seed", "cap"),
+    [
+        *((3, UNLIMITED), (4, 1700)),
+        *(
+            pytest.param(*more, marks=pytest.mark.nightly)
+            for more in ((3, 1700), (4, UNLIMITED), (5, 1700), (5, UNLIMITED))
+        ),
+    ],
+)
 def test_auto_is_never_slower_than_any_schedule(monkeypatch: pytest.MonkeyPatch, seed: int, cap: int) -> None:
     for module in (search, methods):
         monkeypatch.setattr(module, "MOST_ACTIONS_OF_SEARCH", 50_000)

@@ -45,7 +45,7 @@ def test_named_schedules_have_a_higher_bound_than_any_order() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 2])
+@pytest.mark.parametrize("seed", [0, pytest.param(2, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("memory_bytes", [10_000, 700])
 @pytest.mark.parametrize("more", [{"replicas": 0}, {"recompute": "layers"}, {}])
 def test_no_named_schedule_beats_the_second_bound(seed: int, memory_bytes: int, more: dict[str, object]) -> None:

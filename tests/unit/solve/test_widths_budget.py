@@ -37,7 +37,7 @@ def test_no_compared_schedule_is_faster_than_the_plan() -> None:
     assert all(point.fits for point in points)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_auto_is_not_slower_than_a_named_schedule() -> None:
     """The short searches of `auto` find 108.2 ms, a longer search for ZB-V 105.8 ms."""
     fastest, named = (solve(*profile_and_request("t5-11b", name, "4x8")).predicted for name in ("auto", "zbv"))

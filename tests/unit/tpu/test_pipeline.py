@@ -149,8 +149,8 @@ def check_against_torch(
 @pytest.mark.parametrize(
     ("cuts", "micro_batches", "recompute"),
     [
-        ((5,), 2, ()),
-        ((2, 3), 1, ()),
+        pytest.param((5,), 2, (), marks=pytest.mark.nightly),
+        pytest.param((2, 3), 1, (), marks=pytest.mark.nightly),
         ((1, 4), 4, ("always", "never")),
         ((1, 1, 1, 2), 2, ("layers", "never", "always", "layers")),
     ],
@@ -186,7 +186,7 @@ def test_amoebanets_gradients_equal_torchs_in_float64() -> None:
         check_against_torch(loaded, balance_of(loaded, (2, 2), 2), relative=1e-8, absolute=1e-12, **quickly)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_more_stages_than_micro_batches_equal_torch() -> None:
     loaded = uneven((8,) * 9)
     check_against_torch(loaded, balance_of(loaded, (1, 1, 1, 1, 1, 1, 1, 2), 4))

@@ -130,7 +130,7 @@ def test_dropout_draws_from_the_given_key() -> None:
     assert (split.forward({}, {}, [ones], jax.random.key(4))[0][0] != outputs[0]).any()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_torchax_still_needs_the_workaround_for_named_tensors() -> None:
     """`_without_named_tensors` can go if torchax imports without it."""
     done = subprocess.run([sys.executable, "-c", "import torchax"], capture_output=True, text=True, check=False)

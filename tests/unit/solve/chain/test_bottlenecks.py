@@ -83,7 +83,7 @@ def test_stages_computed_level_by_level_give_the_same_labels(seed: int, monkeypa
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_cut_at_once")
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, 2, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in (1, 3))])
 def test_bound_at_a_deadline_is_at_most_the_best_plan(seed: int) -> None:
     case = case_of(seed)
     problem = case.chain_problem(4, width=12)
