@@ -4,9 +4,11 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from planner.device.clock import Clock, median_us
 from planner.device.machine import CACHE_BYTES
@@ -175,9 +177,15 @@ def _states(optimizer: torch.optim.Optimizer, copies: Sequence[Tensor], paramete
     return sum(
         _whole_bytes(state, copy, parameter)
         for copy, parameter in zip(copies, parameters, strict=True)
-        for state in optimizer.state.get(copy, {}).values()
+        for state in _state_of(optimizer, copy).values()
         if isinstance(state, Tensor)
     )
+
+
+def _state_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Mapping[str, Any]:
+    """Return the state of a parameter. An optimizer may leave it to other optimizers, such as one for each group."""
+    inner = (part for part in tree_leaves(list(vars(optimizer).values())) if isinstance(part, torch.optim.Optimizer))
+    return next((part.state[parameter] for part in (optimizer, *inner) if part.state.get(parameter)), {})
 
 
 def _step_peak_bytes(

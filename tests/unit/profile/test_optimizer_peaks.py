@@ -106,17 +106,30 @@ def test_optimizer_state_of_a_parameter_without_gradient(name: str) -> None:
     assert profile.layers[0].optimizer_bytes == sum(t.untyped_storage().nbytes() for t in state)
 
 
-class WithoutState(torch.optim.SGD):
-    """Optimizer whose `state` is a plain dict, which has no entries for new parameters."""
+class Both(torch.optim.Optimizer):
+    """Optimizer that leaves its parameters, and their state, to two others."""
 
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        super().__init__(parameters, lr=0.1)
-        self.state: Any = {}
+    def __init__(self, parameters: Iterable[Tensor], state: dict[Tensor, Any] | None = None) -> None:
+        every = list(parameters)
+        super().__init__(every, {})
+        self.parts = [torch.optim.Adam([p], lr=0.1, foreach=False) for p in every]
+        if state is not None:
+            self.state: Any = state
+
+    def step(self, closure: Any = None) -> None:
+        """Step with all of them."""
+        for part in self.parts:
+            part.step()
 
 
-def test_the_state_of_an_optimizer_may_be_a_plain_dict() -> None:
-    loaded = loaded_model(lambda: nn.Sequential(nn.Linear(16, 16), nn.ReLU()), 16, build_optimizer=WithoutState)
-    assert profile_of_model(loaded).layers[0].optimizer_bytes == 0
+@pytest.mark.parametrize("build", [Both, lambda parameters: Both(parameters, state={})], ids=["", "plain dict"])
+def test_state_in_optimizers_of_an_optimizer_is_counted(build: Build) -> None:
+    def profile_with(optimizer: Build) -> Profile:
+        return profile_of_model(
+            loaded_model(lambda: nn.Sequential(nn.Linear(16, 16), nn.ReLU()), 16, build_optimizer=optimizer)
+        )
+
+    assert profile_with(build).layers[0].optimizer_bytes == profile_with(OPTIMIZERS["adam"]).layers[0].optimizer_bytes
 
 
 def test_unused_parameters_of_a_value_dependent_layer_have_state() -> None:
