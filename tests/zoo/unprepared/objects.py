@@ -292,4 +292,80 @@ class Locked(Block):
 def build_model():
     return nn.Sequential(nn.Linear(D, D), Locked(), Locked(), nn.Linear(D, D))
 """,
+    "dataclass_with_slots_of_settings": """
+@dataclass(slots=True)
+class Settings:
+    gain: float = 0.5
+    calls: int = 0
+
+SETTINGS = Settings()
+
+class Gained(Block):
+    def forward(self, x):
+        return x + SETTINGS.gain * super().forward(x)
+
+def build_model():
+    return nn.Sequential(nn.Linear(D, D), Gained(), Gained(), Gained(), nn.Linear(D, D))
+""",
+    "dict_whose_attributes_are_its_items": """
+class Options(dict):
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.__dict__ = self
+
+class Scaled(nn.Module):
+    def __init__(self, options):
+        super().__init__()
+        self.options = options
+        self.up, self.down = nn.Linear(D, options.width), nn.Linear(options.width, D)
+
+    def forward(self, x):
+        return x + self.options.scale * self.down(torch.tanh(self.up(x)))
+
+class Net(nn.Module):
+    def __init__(self, options):
+        super().__init__()
+        self.options = options
+        self.blocks = nn.ModuleList(Scaled(options) for _ in range(4))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x * self.options.scale
+
+def build_model():
+    return Net(Options(width=12, scale=0.5))
+""",
+    "dict_that_raises_key_errors_for_attributes": """
+class Options(dict):
+    __getattr__ = dict.__getitem__
+
+class Scaled(nn.Module):
+    def __init__(self, options):
+        super().__init__()
+        self.options = options
+        self.up, self.down = nn.Linear(D, options.width), nn.Linear(options.width, D)
+
+    def forward(self, x):
+        return x + self.options.scale * self.down(torch.tanh(self.up(x)))
+
+def build_model():
+    options = Options(width=12, scale=0.5)
+    return nn.Sequential(*[Scaled(options) for _ in range(4)])
+""",
+    "nan_in_a_global": """
+UNKNOWN = float("nan")
+
+class Filled(Block):
+    def __init__(self):
+        super().__init__()
+        self.best = UNKNOWN
+
+    def forward(self, x):
+        filled = torch.where(torch.full_like(x, UNKNOWN).isnan(), x, torch.zeros_like(x))
+        return super().forward(filled)
+
+def build_model():
+    return nn.Sequential(nn.Linear(D, D), Filled(), Filled(), Filled(), nn.Linear(D, D))
+""",
 }

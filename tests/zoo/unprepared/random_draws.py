@@ -277,4 +277,20 @@ class Jitter(nn.Module):
 def build_model():
     return nn.Sequential(nn.Linear(D, D), Jitter(), Block(), Jitter(), nn.Linear(D, D))
 """,
+    "noise_changed_in_place": """
+class Noisy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x):
+        noise = torch.randn_like(x)
+        noise += 0.1 * torch.randn(len(x), 1)
+        for block in self.blocks:
+            x = block(x + noise)
+        return x - noise
+
+def build_model():
+    return Noisy()
+""",
 }

@@ -1265,4 +1265,216 @@ def example_batch(n):
 def loss_fn(o, y):
     return F.binary_cross_entropy(o, y)
 """,
+    "perceiver_io_with_tied_tokens": """
+class Cross(nn.Module):
+    def __init__(self, d, d_kv):
+        super().__init__()
+        self.norm_q, self.norm_kv, self.norm = nn.LayerNorm(d), nn.LayerNorm(d_kv), nn.LayerNorm(d)
+        self.attention = nn.MultiheadAttention(d, 2, kdim=d_kv, vdim=d_kv, batch_first=True)
+        self.mlp = nn.Sequential(nn.Linear(d, d), nn.GELU(), nn.Linear(d, d))
+
+    def forward(self, q, kv, mask=None):
+        kv = self.norm_kv(kv)
+        q = q + self.attention(self.norm_q(q), kv, kv, key_padding_mask=mask, need_weights=False)[0]
+        return q + self.mlp(self.norm(q))
+
+class PerceiverIO(nn.Module):
+    def __init__(self, words=20, d=12, latent=16):
+        super().__init__()
+        self.latent = nn.Parameter(0.1 * torch.randn(4, latent))
+        self.query = nn.Parameter(0.1 * torch.randn(10, latent))
+        self.tokens = nn.Embedding(words, d)
+        self.encoder, self.decoder = Cross(latent, d), Cross(latent, latent)
+        self.process = nn.ModuleList(Cross(latent, latent) for _ in range(3))
+        self.project, self.bias = nn.Linear(latent, d), nn.Parameter(torch.zeros(words))
+
+    def forward(self, tokens):
+        x, z = self.tokens(tokens), self.latent.expand(len(tokens), -1, -1)
+        for _ in range(2):
+            z = self.encoder(z, x, tokens == 0)
+            for block in self.process:
+                z = block(z, z)
+        x = self.decoder(self.query.expand(len(tokens), -1, -1), z)
+        return self.project(x) @ self.tokens.weight.T + self.bias
+
+def build_model():
+    return PerceiverIO()
+
+def example_batch(n):
+    words = torch.randint(1, 20, (n, 10))
+    masked = torch.where(torch.rand(n, 10) < 0.2, 0, words)
+    masked[:, 0] = 1
+    return masked, words
+
+def loss_fn(o, y):
+    return F.cross_entropy(o.transpose(1, 2), y)
+""",
+    "graph_cast_message_passing": """
+class MLP(nn.Sequential):
+    def __init__(self, i, o):
+        super().__init__(nn.Linear(i, 16), nn.SiLU(), nn.Linear(16, o), nn.LayerNorm(o))
+
+class Interaction(nn.Module):
+    def __init__(self, d, senders, receivers):
+        super().__init__()
+        self.edge, self.node = MLP(3 * d, d), MLP(2 * d, d)
+        self.register_buffer("senders", senders)
+        self.register_buffer("receivers", receivers)
+
+    def forward(self, source, target, edges):
+        new = self.edge(torch.cat([source[:, self.senders], target[:, self.receivers], edges], -1))
+        sums = torch.zeros_like(target).index_add_(1, self.receivers, new)
+        return target + self.node(torch.cat([target, sums], -1)), edges + new
+
+class GraphCast(nn.Module):
+    def __init__(self, grid=12, mesh=6, d=8):
+        super().__init__()
+        pick = lambda n: torch.randint(0, n, (20,))
+        self.grid_nodes, self.mesh_nodes = MLP(4, d), MLP(3, d)
+        self.edges = nn.ModuleList(MLP(4, d) for _ in range(3))
+        self.register_buffer("mesh", torch.randn(mesh, 3))
+        self.register_buffer("features", torch.randn(20, 4))
+        self.encoder = Interaction(d, pick(grid), pick(mesh))
+        self.processor = nn.ModuleList(Interaction(d, pick(mesh), pick(mesh)) for _ in range(4))
+        self.decoder = Interaction(d, pick(mesh), pick(grid))
+        self.out = nn.Linear(d, 4)
+
+    def forward(self, x):
+        to_mesh, within, to_grid = (edge(self.features).expand(len(x), -1, -1) for edge in self.edges)
+        grid, mesh = self.grid_nodes(x), self.mesh_nodes(self.mesh).expand(len(x), -1, -1)
+        mesh, _ = self.encoder(grid, mesh, to_mesh)
+        for block in self.processor:
+            mesh, within = block(mesh, mesh, within)
+        grid, _ = self.decoder(mesh, grid, to_grid)
+        return x + self.out(grid)
+
+def build_model():
+    return GraphCast()
+
+def example_batch(n):
+    x = torch.randn(n, 12, 4)
+    return x, x.roll(1, 1)
+""",
+    "retention_over_chunks_with_states": """
+class Retention(nn.Module):
+    def __init__(self, d, heads=2):
+        super().__init__()
+        self.heads, self.qkvg, self.out = heads, nn.Linear(d, 4 * d, bias=False), nn.Linear(d, d)
+        self.norm = nn.GroupNorm(heads, d, affine=False)
+        self.register_buffer("decay", torch.log(1 - 2 ** (-5 - torch.arange(heads).float())))
+
+    def forward(self, x, state):
+        n, t, d = x.shape
+        *qkv, gate = self.qkvg(x).chunk(4, -1)
+        q, k, v = (each.view(n, t, self.heads, -1).transpose(1, 2) for each in qkv)
+        i, decay = torch.arange(t), self.decay[:, None, None]
+        apart = (i[:, None] - i).float()
+        y = (q @ k.transpose(-1, -2) * torch.where(apart >= 0, torch.exp(apart * decay), 0.0)) @ v
+        added = k.transpose(-1, -2) @ (torch.exp((t - 1 - i)[:, None] * decay) * v)
+        if state is not None:
+            y = y + torch.exp((i + 1)[:, None] * decay) * (q @ state)
+            added = added + torch.exp(t * decay) * state
+        y = self.norm(y.transpose(1, 2).reshape(n * t, d)).view(n, t, d)
+        return self.out(F.silu(gate) * y), added
+
+class RetentionBlock(nn.Module):
+    def __init__(self, d):
+        super().__init__()
+        self.norm, self.retention, self.mlp = nn.LayerNorm(d), Retention(d), Block(d)
+
+    def forward(self, x, state):
+        y, state = self.retention(self.norm(x), state)
+        return self.mlp(x + y), state
+
+class RetNet(nn.Module):
+    def __init__(self, d=16):
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(32, d), nn.Linear(d, 32)
+        self.blocks = nn.ModuleList(RetentionBlock(d) for _ in range(4))
+
+    def forward(self, tokens):
+        states, parts = [None] * len(self.blocks), []
+        for chunk in tokens.chunk(2, 1):
+            x = self.tokens(chunk)
+            for index, block in enumerate(self.blocks):
+                x, states[index] = block(x, states[index])
+            parts.append(x)
+        return self.head(torch.cat(parts, 1))
+
+def build_model():
+    return RetNet()
+
+def example_batch(n):
+    tokens = torch.randint(32, (n, 13))
+    return tokens[:, :-1], tokens[:, 1:]
+
+def loss_fn(o, y):
+    return F.cross_entropy(o.transpose(1, 2), y)
+""",
+    "gpt_with_value_embeddings_and_skips": """
+class ValueBlock(nn.Module):
+    def __init__(self, d, heads=2):
+        super().__init__()
+        self.heads, self.qkv, self.out = heads, nn.Linear(d, 3 * d, bias=False), nn.Linear(d, d, bias=False)
+        self.up, self.down = nn.Linear(d, 4 * d, bias=False), nn.Linear(4 * d, d, bias=False)
+        self.mix, self.first = nn.Parameter(torch.tensor(0.5)), nn.Parameter(torch.tensor([1.0, 0.1]))
+
+    def forward(self, x, values, x0, mask):
+        x = self.first[0] * x + self.first[1] * x0
+        q, k, v = self.qkv(F.rms_norm(x, x.shape[-1:])).chunk(3, -1)
+        v = torch.lerp(v, values, self.mix)
+        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in (q, k, v))
+        q, k = F.rms_norm(q, q.shape[-1:]), F.rms_norm(k, k.shape[-1:])
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        x = x + self.out(y.transpose(1, 2).flatten(2))
+        return x + self.down(F.relu(self.up(F.rms_norm(x, x.shape[-1:]))).square())
+
+class SpeedGPT(nn.Module):
+    def __init__(self, d=16, layers=4, words=32):
+        super().__init__()
+        self.tokens, self.values = nn.Embedding(words, d), nn.Embedding(words, d * layers)
+        self.blocks = nn.ModuleList(ValueBlock(d) for _ in range(layers))
+        self.skips, self.head = nn.Parameter(torch.ones(layers // 2)), nn.Linear(d, words, bias=False)
+
+    def forward(self, tokens, targets):
+        documents, at = (tokens == 3).cumsum(1), torch.arange(tokens.shape[1])
+        mask = (documents[:, :, None] == documents[:, None]) & (at[:, None] >= at) & (at[:, None] - at < 8)
+        x = x0 = F.rms_norm(self.tokens(tokens), (16,))
+        values, kept, half = self.values(tokens).chunk(len(self.blocks), -1), [], len(self.blocks) // 2
+        for index, block in enumerate(self.blocks):
+            if index >= half:
+                x = x + self.skips[index - half] * kept.pop()
+            x = block(x, values[index], x0, mask[:, None])
+            if index < half:
+                kept.append(x)
+        logits = 15 * torch.tanh(self.head(F.rms_norm(x, (16,))) / 15)
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+def build_model():
+    return SpeedGPT()
+
+def example_batch(n):
+    tokens = torch.randint(32, (n, 13))
+    return (tokens[:, :-1], tokens[:, 1:]), None
+
+def loss_fn(o, y):
+    return o
+
+def build_optimizer(ps):
+    ps = list(ps)
+    small = [p for p in ps if p.ndim < 2 or 32 in p.shape]
+    muon = torch.optim.Muon([p for p in ps if all(p is not other for other in small)], lr=0.01)
+
+    class Both(torch.optim.Optimizer):
+        def __init__(self):
+            self.parts = [muon, torch.optim.Adam(small, lr=1e-2, betas=(0.8, 0.95))]
+            super().__init__(ps, {})
+            self.param_groups = [group for part in self.parts for group in part.param_groups]
+
+        def step(self, closure=None):
+            for part in self.parts:
+                part.step()
+
+    return Both()
+""",
 }
