@@ -110,7 +110,7 @@ def test_engines_without_t5_refuse_its_plan(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("config.json").write_text(json.dumps(T5))
     ran = call(capsys, "profile", "config.json", "--device", "estimate:h100", "--tensor-parallel", "1")
-    ran = call(capsys, *_next(ran.err))
+    ran = call(capsys, *_next(ran.err), "--schedule", "1f1b")
     for engine in ("torchtitan", "automodel", "torch", "device-map", "megatron"):
         refused = call(capsys, "emit", "--format", engine)
         assert refused.code != 0, engine

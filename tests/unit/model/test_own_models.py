@@ -13,17 +13,18 @@ IN_CI = (
     *(
         "nanoGPT, checkpoints",
         "LSTM language model",
-        "GRU tagger",
         "Residuals at the top",
-        "DETR by hand",
     ),
     *("U-Net, long skips", "Stochastic depth", "Frozen backbone", "weight_norm", "Siamese", "VAE", "RealNVP"),
     *("MoE, aux_loss in attributes", "MoE, experts hit by the data", "MMoE", "DLRM"),
-    *("Two towers, one encoder", "Tiny perceptron"),
+    "Tiny perceptron",
 )
-"""Compared in every run of the tests; the others where `GPIPE_PLAN_ALL_MODELS` is set."""
+"""Compared in every run of the tests; others in `make nightly`, and all where `GPIPE_PLAN_ALL_MODELS` is set."""
+NIGHTLY = [
+    pytest.param(name, marks=pytest.mark.nightly) for name in ("GRU tagger", "DETR by hand", "Two towers, one encoder")
+]
 TRAINED = [name for name, real in OWN_MODELS.items() if not real.refusal]
-NAMES = TRAINED if os.environ.get("GPIPE_PLAN_ALL_MODELS") else IN_CI
+NAMES = TRAINED if os.environ.get("GPIPE_PLAN_ALL_MODELS") else (*IN_CI, *NIGHTLY)
 
 
 @pytest.mark.slow

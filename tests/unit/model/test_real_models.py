@@ -7,12 +7,13 @@ import torch
 
 from planner.model.chain import chain_digest, chain_of
 from tests.support.cutting import compare
-from tests.zoo.real_models import IN_CI, REAL_MODELS, loss_of
+from tests.zoo.real_models import IN_CI, IN_NIGHTLY, REAL_MODELS, loss_of
 
 pytest.importorskip("transformers")
 pytest.importorskip("timm")
 
-NAMES = tuple(REAL_MODELS) if os.environ.get("GPIPE_PLAN_ALL_MODELS") else IN_CI
+NIGHTLY = [pytest.param(name, marks=pytest.mark.nightly) for name in IN_NIGHTLY]
+NAMES = tuple(REAL_MODELS) if os.environ.get("GPIPE_PLAN_ALL_MODELS") else (*IN_CI, *NIGHTLY)
 
 
 @pytest.mark.slow
