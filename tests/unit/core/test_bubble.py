@@ -63,7 +63,7 @@ def test_simulated_gpipe_has_the_bubble_of_its_paper(num_stages, micro_batches, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_stages", range(1, MOST_STAGES + 1))
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 7, MOST_STAGES])
 def test_1f1b_has_the_bubble_of_gpipe(num_stages: int) -> None:
     for micro_batches in range(num_stages, MOST_MICRO_BATCHES + 1):
         for (forward_us, backward_us), end in zip(TIMES, ends_of("1f1b", num_stages, micro_batches), strict=True):

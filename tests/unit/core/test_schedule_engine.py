@@ -120,7 +120,7 @@ def accepted(num_devices: int) -> Iterator[tuple[int, int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_devices", DEVICES)
+@pytest.mark.parametrize("num_devices", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_gpipe_and_1f1b_equal_the_executed_order_of_torch(schedule: ScheduleName, num_devices: int) -> None:
     fewest = num_devices if schedule == "1f1b" else 1
@@ -129,7 +129,7 @@ def test_gpipe_and_1f1b_equal_the_executed_order_of_torch(schedule: ScheduleName
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_devices", DEVICES)
+@pytest.mark.parametrize("num_devices", [1, 2, 3, 5, 8])
 def test_interleaved_equals_the_announced_order_of_torch(num_devices: int) -> None:
     tried = 0
     for micro_batches, chunks in accepted(num_devices):

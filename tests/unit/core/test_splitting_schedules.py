@@ -171,7 +171,7 @@ def test_bubbles_of_zero_bubble_equal_the_formulas(num_devices: int, times: tupl
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_devices", range(1, 17))
+@pytest.mark.parametrize("num_devices", [1, 2, 3, 4, 7, 8, 16])
 def test_bubbles_of_v_schedules_with_even_stages(num_devices: int) -> None:
     """With F = I = W, ZB-V has no bubble from M = 2K-1; V-Half has half and V-Min two thirds of that of 1F1B."""
     for micro_batches in (num_devices, 2 * num_devices, 3 * num_devices):
@@ -205,7 +205,7 @@ def test_memory_of_zero_bubble_equals_its_paper(num_devices: int, share: float) 
                 assert peak == pytest.approx(kept - late * stage + share * late * stage)
 
 
-@pytest.mark.parametrize("num_devices", range(1, 17))
+@pytest.mark.parametrize("num_devices", [1, 2, 3, 4, 7, 8, 16])
 def test_memory_of_v_schedules_equals_their_paper(num_devices: int) -> None:
     """In forwards of a stage, two to a micro-batch, until their W: a half and a third of 1F1B's, which is 2K."""
     most = {

@@ -24,7 +24,7 @@ print(kept, resident_bytes() - before)
 
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's settings, read from /proc")
-@pytest.mark.parametrize("below", [None, 2**20, 2**25])
+@pytest.mark.parametrize("below", [None, 2**25, pytest.param(2**20, marks=pytest.mark.nightly)])
 def test_freed_blocks_below_a_size_are_kept(below: int | None) -> None:
     """Of 128 MiB, all are given back by `release_freed_memory`."""
     code = MEASURED.format(below=below)

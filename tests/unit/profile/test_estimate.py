@@ -87,7 +87,9 @@ def test_an_estimated_device_has_an_assumed_reserve() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["blocks", pytest.param("GPT-2", marks=pytest.mark.nightly), "ViT"])
+@pytest.mark.parametrize(
+    "name", ["blocks", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("GPT-2", "ViT"))]
+)
 def test_estimated_memory_equals_measured_memory(name: str) -> None:
     """Peaks are within 3 %: they lack only what kernels allocate themselves."""
     if name == "blocks":

@@ -66,7 +66,9 @@ def limited(profile: Profile, inputs: Inputs, limit_s: float, clock: "count[int]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("question", QUESTIONS)
+@pytest.mark.parametrize(
+    "question", [pytest.param(q, marks=pytest.mark.nightly) if q == "interleaved" else q for q in QUESTIONS]
+)
 def test_gap_at_the_time_limit_is_true(question: str, clock: "count[int]") -> None:
     inputs = QUESTIONS[question]
     profile = random_profile(4, 24)
