@@ -34,7 +34,7 @@ def _wrapper(module: nn.Module, forward: Callable[..., Any], run: Callable[..., 
 
 
 def restore_forward(module: nn.Module, forward: Any) -> None:
-    """Restore the former `forward` in the `__dict__` of `module`; None if there was none."""
+    """Set `forward` in the `__dict__` of `module`, or remove it there if the argument `forward` is None."""
     if forward is None:
         module.__dict__.pop("forward", None)
     else:

@@ -36,7 +36,8 @@ _NEAR = 1.1
 """Largest ratio of the bytes across a chosen cut to the bytes across nearby cuts."""
 
 _WIDEST = 3.0
-"""Largest ratio of the bytes across a cut within a layer (`fine`) to the bytes across the layer's wider end."""
+"""Limit on the bytes across a cut that granularity `fine` adds, as a multiple of the bytes across the wider of the two
+adjacent `coarse` cuts."""
 
 _Life = tuple[int, int, int, list[int]]
 """Version of a storage: number, position of creation, position of the last use, and positions of all uses."""

@@ -22,7 +22,9 @@ OPTIMIZERS: dict[str, OptimizerBuilder] = {
 
 
 def optimizer_builder(user_builder: Callable[..., Any] | None, name: str) -> tuple[OptimizerBuilder, str]:
-    """Return `user_builder`, named `build_optimizer`; if it is None, the builder `name` of `OPTIMIZERS` and `name`.
+    """Return the optimizer builder and its name.
+
+    The builder is `user_builder`, with the name `build_optimizer`. If `user_builder` is None, it is `OPTIMIZERS[name]`.
 
     Raises:
         UsageError: There is no optimizer of that name.

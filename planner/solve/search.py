@@ -51,10 +51,11 @@ _TIED: Final = 1.005
 """Action orders are searched from plans that take at most this multiple of the fastest step time."""
 
 _MOST_STARTS: Final = 2
-"""Largest number of plans from which action orders are searched. If plans differ only in the schedule, one counts."""
+"""Largest number of plans from which action orders are searched. Of plans that differ only in the schedule, the fastest
+is used."""
 
 _MOST_ACTIONS_OF_CASE: Final = 200_000
-"""Number of actions to simulate for one of several cases of a searched schedule."""
+"""Number of simulated actions that each case adds to the budget of a search for action orders."""
 
 _NEAREST_SCHEDULES: Final = 2
 """Number of fastest schedules that are searched again for longer, if several tensor-parallel widths are possible."""
@@ -66,10 +67,11 @@ _LONG_BUDGET: Final = 3
 """Multiplier of `Request.actions` in the second search of a schedule. Its only case may use half of these actions."""
 
 _FIRST_BUDGET: Final = 5
-"""Divisor of `Request.actions` in the first pass over widths."""
+"""Divisor of `Request.actions` in the first pass over tensor-parallel widths."""
 
 _MOST_RANKED: Final = 2
-"""Number of combinations of width, replicas and M for which action orders are searched: those of best estimates."""
+"""Number of combinations of tensor-parallel width, replicas and M for which action orders are searched. They have
+the smallest step times, estimated without bubble."""
 
 _MOST_IMPROVED: Final = 2
 """Number of plans whose action orders are searched again, if several tensor-parallel widths are possible."""
@@ -78,7 +80,7 @@ _SHORT_BUDGET: Final = 6
 """Divisor of `Request.actions` in the second pass, which has only the width, replicas and M of the best plan so far."""
 
 _MOST_ACTIONS_OF_RANKED: Final = 2_400_000
-"""Number of actions to simulate for all widths, replicas and M of one schedule."""
+"""Limit on the simulated actions of one schedule, over all tensor-parallel widths, replicas and M."""
 
 MOST_WORK: Final = 20_000
 """Largest number of layers times devices for which further requests are solved for hints."""

@@ -60,7 +60,7 @@ class ChunkMemory(NamedTuple):
     """Bytes of one allocation of each kind (`PARTS`), shape (parts,)."""
 
     def without(self, shared: "SharedBytes", *, exact: bool) -> "ChunkMemory":
-        """Return the memory without bytes `shared` with another chunk, shape (1, 1); `exact` is `ChainCosts.exact`."""
+        """Return the memory without `shared`, which has arrays of shape (1, 1); see `subtract_shared`."""
         _, parts = subtract_shared(np.zeros((1, 1)), self.parts[None, None], shared, exact=exact)
         left = dict(self.always.items())
         for name in ("parameters", "optimizer") if exact else ("parameters", "optimizer", "gradients"):
@@ -77,7 +77,7 @@ class ChunkMemoryFunction(NamedTuple):
     P        peak memory while a layer runs; depends on the choice
     least    lower bound of the bytes without P
     rest     bytes that belong neither to S nor to P
-    saved    number of micro-batches in the allocation
+    saved    1 if the allocation includes S, else 0
     """
 
     always: float
@@ -99,7 +99,7 @@ class ChunkMemoryFunction(NamedTuple):
         return parts
 
     def without(self, shared: "SharedBytes", *, exact: bool) -> "ChunkMemoryFunction":
-        """Return the memory without bytes `shared` with another chunk, shape (1, 1); `exact` is `ChainCosts.exact`."""
+        """Return the memory without `shared`, which has arrays of shape (1, 1); see `subtract_shared`."""
         always, least = subtract_shared(np.full((1, 1), self.always), self.least[None, None], shared, exact=exact)
         _, rest = subtract_shared(np.zeros((1, 1)), self.rest[None, None], shared, exact=exact)
         return self._replace(always=float(always.item()), least=least[0, 0], rest=rest[0, 0])
@@ -256,7 +256,8 @@ def subtract_shared(
         always: Permanent bytes, shape (partitions, stages).
         parts: Bytes of one allocation of each kind (`PARTS`), shape (partitions, stages, parts).
         shared: Bytes to subtract.
-        exact: `ChainCosts.exact`.
+        exact: True if each layer has a `MemoryDetail` (`ChainCosts.exact`). If False, gradients count in `always`, and
+            `shared.received` is not subtracted.
 
     Returns:
         `always` and `parts` after the subtraction.

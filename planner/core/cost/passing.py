@@ -44,7 +44,10 @@ class RelayedTensors:
         self._relays = costs.relays.first - 1, costs.relays.last, np.rint(costs.relays.bytes)
         self._costs, self._firsts, self._layers = costs, firsts, layers
         self.kept = _bypassing_bytes(costs)[layers] - by_readers
-        """Bytes of sent tensors that a stage creates before its last layer, if later layers of the chain save them."""
+        """Bytes of tensors that the stage sends and that its layers before the last one make.
+
+        A tensor counts only if a layer that receives it, of any stage, saves it for backward.
+        """
 
     def received_input_bytes(self, sizes: FloatArray, all_input: FloatArray) -> FloatArray:
         """Return the part of each layer's input that its stage has received, in bytes; shape (first layers, layers).

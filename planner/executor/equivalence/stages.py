@@ -239,7 +239,10 @@ class _RankTraining:
             self._found.compare_number(what, numbers.get(name, 0), right.numbers[name])
 
     def _owner(self, name: str) -> str | None:
-        """Return the path of the module with the number `name` in its attributes; None for a module-level number."""
+        """Return the path of the `nn.Module` to which a recorded number belongs; None for a variable of a Python file.
+
+        `name` is a key of `ReferenceState.numbers`.
+        """
         paths = (path for path, _ in self._trial.chain.model.named_modules() if name.startswith(f"{path}."))
         return None if ":" in name else max(paths, key=len, default=None)
 

@@ -45,7 +45,7 @@ class RunRecorder:
         self._pending: list[_PendingSpan] = []
         self._backward_of: int | None = None
         self.first_micro_batch = 0
-        """Number of micro-batches that this step has run in earlier parts of the mini-batch."""
+        """Index, in the step, of the first micro-batch of the current part. A step may have several parts."""
         self.steps: deque[RunStep] = deque(maxlen=_KEPT_STEPS)
         """Last steps, including warm-up, on the clock of `time.perf_counter_ns`."""
         self.step_us: list[float] = []
@@ -65,7 +65,7 @@ class RunRecorder:
             kind: Kind of the action.
             work: Function to run.
             stage: Index of the stage.
-            micro_batch: Index of the micro-batch, counted from `first_micro_batch`.
+            micro_batch: Index of the micro-batch in the current part of the mini-batch.
 
         Returns:
             Result of `work`.

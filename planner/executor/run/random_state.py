@@ -31,7 +31,7 @@ class StepSeeds:
     step: int
     """Index of the step since the start of training."""
     first_micro_batch: int = 0
-    """Number of micro-batches that the step has run in earlier parts of the mini-batch."""
+    """Index of the first micro-batch of the current part of the mini-batch, counted over all replicas of the step."""
 
     def seed_generators(self, layer: int, micro_batch: int) -> None:
         """Seed this process's random generators for a layer and a micro-batch."""

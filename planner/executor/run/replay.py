@@ -87,10 +87,10 @@ class _StateTensors:
     """Number of buffers of each module, then the names of all buffers, to detect added and renamed buffers."""
     values: list[Any]
     """Tensors of the state, to detect replaced tensors."""
-    plain: list[Tensor]
-    """Tensors of the entries that have a copy-on-write clone."""
+    cloned: list[Tensor]
+    """State tensors of which a copy-on-write clone is stored."""
     addresses: list[int]
-    """Memory addresses of `plain`. A tensor that is written gets another address, as its clone keeps the memory."""
+    """Memory addresses of `cloned`. A tensor that is written gets another address, as its clone keeps the memory."""
     others: list[_Entry]
     """Entries that have no copy-on-write clone."""
 
@@ -102,16 +102,16 @@ class _StateTensors:
                 entry.clone = clones.of(entry, entry.value)
             else:
                 entry.version = _version(entry.value)
-        plain = [entry.value for entry in entries if entry.clone is not None]
+        cloned = [entry.value for entry in entries if entry.clone is not None]
         others = [entry for entry in entries if entry.clone is None]
-        return cls(entries, names, values, plain, list(map(_address, plain)), others)
+        return cls(entries, names, values, cloned, list(map(_address, cloned)), others)
 
     def are_still(self, names: list[Any], values: list[Any]) -> bool:
         if self.names != names or len(self.values) != len(values) or not all(map(is_, self.values, values)):
             return False
         # Compare whole lists, because a convolutional network has hundreds of tensors, and its micro-batches take only
         # milliseconds.
-        return list(map(_address, self.plain)) == self.addresses and not any(each.is_written for each in self.others)
+        return list(map(_address, self.cloned)) == self.addresses and not any(each.is_written for each in self.others)
 
 
 class _Snapshot(NamedTuple):

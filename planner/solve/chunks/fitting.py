@@ -29,7 +29,10 @@ class RecomputeFitter:
     def __init__(self, evaluator: Evaluator) -> None:
         self._evaluator = evaluator
         self._known: dict[bytes, tuple[int, float]] = {}
-        """Results of `_best_combinations`. A key has the cuts of a device's stages and the device index, as bytes."""
+        """Cached results of `_best_combinations`: an index into `combinations`, and the bytes over the memory limit.
+
+        A key has the cuts of a device's stages and the device index, as bytes.
+        """
 
     @property
     def is_exhaustive(self) -> bool:
@@ -47,7 +50,10 @@ class RecomputeFitter:
         return np.unique(np.array([[allowed[0]] * num_chunks, *some]), axis=0)
 
     def least_recomputation(self, num_partitions: int) -> IntArray:
-        """Return the recompute choices with the least recomputation; shape (num_partitions, stages)."""
+        """Return, for every stage, the allowed choice with the least recomputation. Memory limits are ignored.
+
+        The result has the shape (num_partitions, stages).
+        """
         return np.full((num_partitions, self._evaluator.num_stages), self._evaluator.allowed[0])
 
     def fit(self, cuts: IntArray, choices: IntArray, is_open: BoolArray) -> tuple[IntArray, FloatArray]:
