@@ -48,7 +48,7 @@ class NativeFiles:
     notes: tuple[str, ...] = ()
     """Remarks about the files."""
     use: str
-    """Command that runs the script."""
+    """Shell command that starts the training script."""
     smaller: Mapping[str, str] = field(default_factory=dict)
     """Text of each balance configuration for fewer processes, by file name."""
     plans: tuple[Balance, ...]
@@ -189,7 +189,7 @@ def emit_from_template(
         source: File and entry of the model, relative to the script's folder.
         template: Package and file name of the template.
         script: Path of the script.
-        use: Command that runs the script.
+        use: Shell command that starts the training script.
         notes: Remarks about the files.
         smaller: Numbers of processes of the plans for fewer processes.
         planned: Predictions that a run compares with its measurements.

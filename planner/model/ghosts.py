@@ -59,7 +59,7 @@ class Ghost(Tensor):
     _fake: FakeTensor | None = None
 
     origin = ""
-    """Name of the tensor of another stage that is replaced, for a message; empty if only a shape is needed."""
+    """Name of the replaced tensor, which another stage has, for error messages; empty if only a shape is needed."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 

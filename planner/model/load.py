@@ -82,7 +82,7 @@ class LoadedModel:
     precision: Precision = ""
     """Precision in which the model runs, after the result of `build` is converted (`planner.model.precision`)."""
     default_loss: DefaultLoss | None = None
-    """Chooser of the loss, used as `loss_fn`; None if the file defines `loss_fn`."""
+    """Value of `loss_fn` if the file defines none: it finds the loss in the model's output. Otherwise None."""
     is_without_values: bool = False
     """True if `build` returns parameters on the meta device, which have no values (`planner.model.shortened`)."""
 

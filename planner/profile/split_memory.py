@@ -25,8 +25,8 @@ from planner.model.split_backward import DeferredUses, SplitBackward
 from planner.profile.memory import backward_root
 from planner.profile.units import LayerToMeasure, MeasurementInput
 
-_HeldElsewhere = Literal["nothing", "outputs", "gradients"]
-"""Tensors that the next layer or the executor keeps during I; `gradients` includes the outputs."""
+_HeldElsewhere = Literal["nothing", "outputs", "outputs and gradients"]
+"""Tensors that the next layer or the executor keeps in memory during I."""
 
 
 def measure_split_memory(unit: LayerToMeasure, received: MeasurementInput, meter: MemoryMeter) -> SplitMemory:
@@ -49,12 +49,12 @@ def measure_split_memory(unit: LayerToMeasure, received: MeasurementInput, meter
         later.run_weight_backward()
         with_output, at_end = (
             _SplitPass(subject, held_elsewhere="outputs"),
-            _SplitPass(subject, held_elsewhere="gradients"),
+            _SplitPass(subject, held_elsewhere="outputs and gradients"),
         )
         unit.module.zero_grad()
         first_with_output = _SplitPass(subject, held_elsewhere="outputs")
         unit.module.zero_grad()
-        first_at_end = _SplitPass(subject, held_elsewhere="gradients")
+        first_at_end = _SplitPass(subject, held_elsewhere="outputs and gradients")
         unit.module.zero_grad()
     return SplitMemory(
         held_bytes=max(0, later.held_bytes),
@@ -100,7 +100,7 @@ class _SplitPass:
             self._run(lambda: outputs.extend(unit.run(values, received)))
         starts: list[tuple[Sequence[Tensor], Sequence[Tensor]]] = []
         self._run(lambda: starts.append(_start(outputs, held_elsewhere)))
-        engine = list(starts) if held_elsewhere == "gradients" else []
+        engine = list(starts) if held_elsewhere == "outputs and gradients" else []
         before_bytes = _gradient_bytes(unit)
         self.input_peak_bytes = self._run(lambda: self._deferred.extend(split.backward_input(*starts.pop())))
         made_bytes = _gradient_bytes(unit) - before_bytes
@@ -137,7 +137,7 @@ class _SplitPass:
 
 
 def _start(outputs: list[Any], held_elsewhere: _HeldElsewhere) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    if held_elsewhere == "gradients":
+    if held_elsewhere == "outputs and gradients":
         carrying = [output for output in outputs if isinstance(output, Tensor) and output.requires_grad]
         return carrying, [torch.ones_like(output) for output in carrying]
     started = backward_root(outputs)

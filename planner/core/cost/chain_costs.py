@@ -156,9 +156,9 @@ class SplitBackwardCosts:
     input: FloatArray
     """Highest memory of the I of any micro-batch except the first."""
     end_first_input: FloatArray
-    """`first_input` if the layer ends a stage, without the layer's output and the output's gradient."""
+    """Value of `first_input` for a stage's last layer. The layer's output and the output's gradient do not count."""
     end_input: FloatArray
-    """`input` if the layer ends a stage, without the layer's output and the output's gradient."""
+    """Value of `input` for a stage's last layer. The layer's output and the output's gradient do not count."""
     first_weight: FloatArray
     """Highest memory of the first micro-batch's W, including the parameter gradients that W allocates."""
     weight: FloatArray

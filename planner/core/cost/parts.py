@@ -62,7 +62,7 @@ class PartSize:
     items: Mapping[Item, FloatArray]
     """Bytes by memory component."""
     saved: int = 0
-    """Number of micro-batches whose saved activations the allocation includes."""
+    """1 if the allocation includes the saved activations of its micro-batch, else 0."""
     peak: int | None = None
     """Index in `LayerPeaks` of the peak that the allocation includes; None if it includes no peak."""
 
@@ -223,7 +223,7 @@ def _exact_split_backward(
 def _making_gradients(
     s: StageTable, in_flight: FloatArray, peak: FloatArray, most: FloatArray | None = None
 ) -> PartSize:
-    # Not all gradients exist at the peak of the first backward. At most the bytes of the level are listed as gradients.
+    # Not all gradients exist at the peak of the first backward. At most `peak` bytes are listed as gradients.
     gradients = np.minimum(s.gradients if most is None else most, peak)
     size = running_part(in_flight, peak - gradients, s.output_gradient, peak=FIRST_BACKWARD)
     return replace(size, items={**size.items, "gradients": gradients})
@@ -278,7 +278,7 @@ def running_part(
         in_flight: Bytes of the component `in_flight`: the micro-batch's activations.
         working: Bytes of the component `working`: temporary tensors.
         transfer: Bytes of transfer buffers, if any.
-        saved: Number of micro-batches whose saved activations are part of `in_flight`.
+        saved: 1 if `in_flight` includes the micro-batch's saved activations, else 0.
         peak: Index in `LayerPeaks` of the peak that `working` includes; None if it includes no peak.
     """
     items: dict[Item, FloatArray] = {"in_flight": in_flight, "working": working}

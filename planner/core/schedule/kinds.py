@@ -41,9 +41,9 @@ class ActionKind:
     message_kind: MessageKind | None
     """Kind of the messages that the action sends and receives; None without messages."""
     follows: MessageKind | None
-    """Message of the action's own stage for which it waits if it gets none from another stage.
+    """Kind of message that the action needs from its own stage, if it needs none from another stage; None for forwards.
 
-    So B on the last stage waits for F, and W waits for I, which sends gradients (B).
+    B and I of the last stage need the activations that its F makes (F). W needs the gradients that I makes (B).
     """
     paper: tuple[str, ...]
     """Colors of the action's boxes in pictures, one for each chunk; further chunks repeat them."""

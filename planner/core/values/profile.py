@@ -157,13 +157,13 @@ class SplitMemory:
     input_peak_bytes: int
     """Peak during I of any micro-batch except the first."""
     output_first_input_peak_bytes: int | None = None
-    """`first_input_peak_bytes` if the next layer's W needs this layer's outputs, including these outputs."""
+    """Value of `first_input_peak_bytes` if the next layer's W needs this layer's outputs. The outputs count."""
     output_input_peak_bytes: int | None = None
-    """`input_peak_bytes` if the next layer's W needs this layer's outputs, including these outputs."""
+    """Value of `input_peak_bytes` if the next layer's W needs this layer's outputs. The outputs count."""
     end_first_input_peak_bytes: int | None = None
-    """`first_input_peak_bytes` if the layer ends a stage, including the layer's outputs and their gradients."""
+    """Value of `first_input_peak_bytes` for a stage's last layer. Its outputs and their gradients count."""
     end_input_peak_bytes: int | None = None
-    """`input_peak_bytes` if the layer ends a stage, including the layer's outputs and their gradients."""
+    """Value of `input_peak_bytes` for a stage's last layer. Its outputs and their gradients count."""
     first_weight_peak_bytes: int
     """Peak during W of the first micro-batch, including the parameter gradients that W creates."""
     weight_peak_bytes: int

@@ -25,7 +25,8 @@ from planner.model.module_tensors import replace_tensors
 from planner.model.seeding import seed_process
 
 _UNNUMBERED = (torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.prim.device.default)
-"""Operators that copy no values. They get no number, because only one of the two builds of the model may call them."""
+"""Operators that copy no values. They get no number, because the two builds in `build_with_values` may call them a
+different number of times."""
 
 _DRAWS_BY_SHAPE = frozenset(
     f"aten::{name}"

@@ -8,8 +8,8 @@ ANY = -1
 STORE = -2
 """Value of `RankActivity.waits_for` while the rank waits for all ranks, over the key-value store."""
 
-_OUTSIDE = ("at the start", "joining the others", "building the model", "between steps")
-"""Activities outside of steps."""
+_OUTSIDE_STEPS = ("at the start", "joining the others", "building the model", "between steps")
+"""Activities outside of training steps. `RankActivity.where` names no step for them."""
 
 
 class RankActivity:
@@ -76,7 +76,7 @@ class RankActivity:
     def where(self) -> str:
         """Description of the activity, such as "in forward of micro-batch 3 of step 7"."""
         doing = self._now[0]
-        return doing if doing in _OUTSIDE else f"in {doing} of step {self.step}"
+        return doing if doing in _OUTSIDE_STEPS else f"in {doing} of step {self.step}"
 
     def summary(self) -> dict[str, Any]:
         """Return this rank's name and activity as JSON values, for other ranks."""

@@ -17,7 +17,7 @@ from planner.core.values.plan import Plan
 from planner.show.explore.request import ExplorerRequest
 
 MOST_ACTIONS: Final = 400_000
-"""Largest number of actions in all orders together, which is about their size in bytes."""
+"""Largest number of actions in all orders together. Each action is one character of the report."""
 
 LETTERS: Final = tuple(KINDS)
 

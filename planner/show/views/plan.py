@@ -90,9 +90,9 @@ def _named_bound_words(plan: Plan) -> str:
 
 
 def gap_words(plan: Plan) -> str:
-    """Return the gap between the plan's step time and its lower bound, as text.
+    """Return the gap between the plan's step time and the lower bound of all allowed plans, as text.
 
-    If named schedules (all but `search`) have a lower bound that is higher, the text also has the gap to this bound.
+    Plans with named schedules (all but `search`) may have a higher lower bound. The text then has the gap to it, too.
     """
     named_gap = plan.solver.named_gap(plan.predicted.step_us)
     over_named = "" if named_gap is None else f", over the named schedules {_gap_text(named_gap)}"

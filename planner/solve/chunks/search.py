@@ -42,28 +42,29 @@ _MOST_OF_SEARCH, _SHARE = 20_000, 4
 the budget for such a search or for a linear program."""
 
 _MANY_MICRO_BATCHES, _LARGE_SHARE = 4, 2 / 3
-"""Ratio of micro-batches to devices from which searches also start from cuts with even work; and share of a limited
-budget that one local search may then use."""
+"""Smallest ratio of micro-batches to devices for which searches also start from cuts with even work; and share of a
+limited budget that one local search may then use."""
 
 _MOST_OF_SEARCH_ALONE = 400_000
 """Limit on the simulated actions of one descent. Their simulation takes about half a second."""
 
 _LONG_STEP, _ROWS = 1000, 512
-"""Number of actions from which a step counts as long; and number of cut moves to simulate together for long steps, for
+"""Smallest number of actions of a long step; and number of cut moves to simulate together for long steps, for
 which 512 moves take little longer than 128."""
 
 _MOST_OF_BOUND_ALONE = 400_000
-"""Longest time to solve a linear program, in simulated actions, if the budget is unlimited."""
+"""Limit on the estimated time to solve a linear program, in simulated actions, if the budget is unlimited."""
 
 _MOST_FROM_BEST = 200_000
 """Limit on the simulated actions of the local search from the partition of the given answer, in `improve_answer`."""
 
 _MOST_OF_BOUND, _ROWS_SQUARED = 10_000, 50
-"""Longest time to solve a linear program, in simulated actions, if the budget is limited; and divisor in the estimate
-r² / `_ROWS_SQUARED` of this time, for r rows."""
+"""Limit on the estimated time to solve a linear program, in simulated actions, if the budget is limited; and divisor in
+the estimate r² / `_ROWS_SQUARED` of this time, for r rows."""
 
 _LARGE_BOUND = 100_000
-"""Time of a linear program, in simulated actions, from which branch and bound rarely raises its lower bound."""
+"""Limit on the estimated time to solve a linear program, in simulated actions. At or above this limit, branch and bound
+rarely raises the lower bound."""
 
 _ITERATIONS = 20
 """Largest number of simplex iterations per row of a linear program."""
