@@ -106,12 +106,18 @@ def numbers_in_hooks(modules: Mapping[str, nn.Module]) -> dict[str, float]:
     return numbers
 
 
-def numbers_in_user_files(model: nn.Module, loss_fn: Callable[..., Any]) -> dict[str, float]:
-    """Return the module-level numbers in the user's files that define the model and its loss."""
+def numbers_in_user_files(
+    model: nn.Module, loss_fn: Callable[..., Any], variables: Container[str] | None = None
+) -> dict[str, float]:
+    """Return the module-level numbers in the user's files that define the model and its loss.
+
+    With `variables`, as `file:name`, the function reads only these.
+    """
     numbers = _WithTensors()
     for file in user_files(model, loss_fn):
         for variable, value in list(vars(file).items()):
-            if not variable.startswith("__"):
+            is_wanted = variables is None or f"{file.__name__}:{variable}" in variables
+            if is_wanted and not variable.startswith("__"):
                 _add_variable(numbers, f"{file.__name__}:{variable}", value, file.__name__)
     return numbers
 

@@ -176,9 +176,9 @@ def _ignore(_index: int, _forward: int) -> None:
 
 class _SharedValues:
     def __init__(self, loaded: LoadedModel, model: nn.Module, modules: Sequence[nn.Module]) -> None:
-        self._find = partial(numbers_in_user_files, model, loaded.loss_fn)
         parts = [dict(m.finished_modules if isinstance(m, ModelStage) else m.named_modules()) for m in modules]
         self._read = [variables_read(part) for part in parts[:-1]] + [variables_read(parts[-1], loaded.loss_fn)]
+        self._find = partial(numbers_in_user_files, model, loaded.loss_fn, set().union(*self._read))
         self._at_start = self._values = self._find()
         self._after_forward: dict[str, float] = {}
         self._kept = set(self._at_start)
