@@ -124,17 +124,24 @@ def check_equal(here: Path, folder: str, report: str, losses: list[float]) -> No
     assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())
 
 
-def test_a_killed_stage_is_named_and_the_restart_is_exact(here: Path, undisturbed: list[float]) -> None:
-    """Kill -9 in step 6: the other stage names the killed one, and torchrun restarts both."""
-    arguments = ("--checkpoint", "killed", "--resume", "auto", "--report", "killed.json")
-    done = train(here, "two", *arguments, mischief="kill 25 2", restarts=1)
-    assert done.code == 0, done.err
+@pytest.mark.parametrize(("layer", "restarts"), [(2, None), pytest.param(3, 1, marks=pytest.mark.nightly)])
+def test_a_killed_stage_is_named_and_the_restart_is_exact(
+    here: Path, undisturbed: list[float], layer: int, restarts: int | None
+) -> None:
+    """Kill -9 in step 6: the other stage names the killed one. The user or torchrun restarts both."""
+    folder = f"killed-{layer}"
+    arguments = ("--checkpoint", folder, "--resume", "auto", "--report", "killed.json")
+    done = train(here, "two", *arguments, mischief=f"kill 25 {layer}", restarts=restarts)
     assert len(done.errors) == 1
     assert "stage 1 (layers 2 to 4) gives no sign of life while stage 0 (layers 0 to 1) wait" in done.errors[0]
     assert done.errors[0].endswith("of step 6")
-    assert "resumed killed/step-00000004 after 4 steps" in done.out
     assert "Traceback" not in done.err
-    check_equal(here, "killed", "killed.json", undisturbed[4:])
+    if restarts is None:
+        assert done.code != 0
+        done = train(here, "two", *arguments)
+    assert done.code == 0, done.err
+    assert f"resumed {folder}/step-00000004 after 4 steps" in done.out
+    check_equal(here, folder, "killed.json", undisturbed[4:])
 
 
 @pytest.mark.timed

@@ -335,7 +335,10 @@ def test_input_option_replaces_the_example_batch(empty: Path, capsys: Capsys) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("options", "name", "states"), [((), "adamw", 2), (("--optimizer", "sgd"), "sgd", 0)])
+@pytest.mark.parametrize(
+    ("options", "name", "states"),
+    [pytest.param((), "adamw", 2, marks=pytest.mark.nightly), (("--optimizer", "sgd"), "sgd", 0)],
+)
 def test_optimizer_option_replaces_adamw(empty, capsys, options, name, states):
     """AdamW keeps two numbers per parameter, and its step counters."""
     assert call(capsys, "profile", "model.py", *FAST, *options).code == 0
@@ -352,7 +355,13 @@ def test_in_place_layers_are_profiled(empty: Path, capsys: Capsys) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("error", [OSError, RuntimeError, ValueError, ProcessException])
+@pytest.mark.parametrize(
+    "error",
+    [
+        *(OSError, ProcessException),
+        *(pytest.param(error, marks=pytest.mark.nightly) for error in (RuntimeError, ValueError)),
+    ],
+)
 def test_a_failed_calibration_is_a_warning(empty, capsys, monkeypatch, error):
 
     def fail(*_: object, **__: object) -> None:
@@ -901,8 +910,8 @@ def test_only_debug_prints_a_traceback(here: Path, capsys: Capsys) -> None:
 PIPED = (
     ("check",),
     ("show",),
-    ("show", "profile.yaml", "--format", "json"),
-    SOLVE,
+    pytest.param(("show", "profile.yaml", "--format", "json"), marks=pytest.mark.nightly),
+    pytest.param(SOLVE, marks=pytest.mark.nightly),
     (*SOLVE, "-o", "-"),
     ("emit",),
     ("schema", "plan"),

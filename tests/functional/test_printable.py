@@ -88,7 +88,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finished: Path) -> P
         ("emit", "plan.yaml"),
         ("emit", "plan.yaml", "--format", "megatron"),
         ("emit", "plan.yaml", "--format", "device-map"),
-        ("verify", "plan.yaml"),
+        pytest.param(("verify", "plan.yaml"), marks=pytest.mark.nightly),
         (NASTY[0],),
         ("show", "broken.yaml"),
     ],

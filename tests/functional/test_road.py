@@ -1,4 +1,4 @@
-"""Tests of the whole workflow on sample models: profile, solve, emit and torchrun."""
+"""Tests of the whole workflow on sample models: profile, solve, emit and train."""
 
 import re
 from dataclasses import replace
@@ -9,7 +9,7 @@ import pytest
 from planner.cli.main import run
 from planner.files import read_balance, read_calibration, read_plan, read_run, write
 from tests.support.ranks import run_ranks
-from tests.support.training import ROOT, torchrun
+from tests.support.training import ROOT
 
 pytestmark = pytest.mark.slow
 
@@ -29,11 +29,9 @@ def test_measured_memory_is_as_predicted_and_the_loss_falls(tmp_path, monkeypatc
     assert run(["solve", "--devices", "2", "--mem", "2GB", "--balance", "3,3", "--recompute", recompute]) == 0
     assert run(["emit"]) == 0
     assert run(["check"]) == 0
-    launch = torchrun
     if recompute == "always":
-        launch = run_ranks
         expect_half_of_the_memory("balance.yaml")
-    said = launch(2, ["train.py", "--steps", "30", "--report", "run.json"], tmp_path)
+    said = run_ranks(2, ["train.py", "--steps", "30", "--report", "run.json"], tmp_path)
     assert said.count("not as planned: ") <= 1
     assert ("the peak of device " in said) == (recompute == "always")
     plan, report = read_plan("plan.yaml"), read_run("run.json")

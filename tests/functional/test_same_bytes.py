@@ -63,7 +63,9 @@ def untimed(text: bytes, folder: Path) -> Profile:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("output", ["profile.yaml", "sub/deep/profile.yaml", "sub/profile.json"])
+@pytest.mark.parametrize(
+    "output", ["profile.yaml", pytest.param("sub/deep/profile.yaml", marks=pytest.mark.nightly), "sub/profile.json"]
+)
 def test_estimated_profiles_are_equal(here: Path, capsys: Capsys, output: str) -> None:
     """Model paths in profiles are relative to the profile."""
     write_model(here)

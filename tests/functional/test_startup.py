@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -61,7 +62,8 @@ UNUSED = {
 _PROBE = """
 import json, sys
 from planner.cli.main import run
-print(json.dumps({"code": run(sys.argv[1:]), "modules": sorted(sys.modules)}), file=sys.stderr)
+for arguments in json.loads(sys.argv[1]):
+    print(json.dumps({"code": run(arguments), "modules": sorted(sys.modules)}), file=sys.stderr)
 """
 
 
@@ -81,10 +83,10 @@ def here(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def probe(folder: Path, *arguments: str) -> dict[str, Any]:
-    """Run a command in its own process; return the exit code and the imported modules."""
+def probe(folder: Path, *commands: Sequence[str]) -> list[dict[str, Any]]:
+    """Run commands in one new process; return each one's exit code, and the modules that are imported after it."""
     done = subprocess.run(
-        [sys.executable, "-c", _PROBE, *arguments],
+        [sys.executable, "-c", _PROBE, json.dumps(commands)],
         cwd=folder,
         env=environment(),
         capture_output=True,
@@ -92,13 +94,13 @@ def probe(folder: Path, *arguments: str) -> dict[str, Any]:
         timeout=60,
         check=True,
     )
-    return json.loads(done.stderr.splitlines()[-1])
+    return [json.loads(line) for line in done.stderr.splitlines() if line.startswith('{"code": ')]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "arguments",
-    [
+def test_only_profiling_imports_torch(here: Path) -> None:
+    """A `profile` with bad options does not import it either."""
+    commands = (
         ("--help",),
         ("profile", "--help"),
         ("--version",),
@@ -120,28 +122,24 @@ def probe(folder: Path, *arguments: str) -> dict[str, Any]:
         ("schema", "plan"),
         ("verify", "--steps", "2"),
         ("profile", "model.py", "--format", "xml"),
-    ],
-    ids=" ".join,
-)
-def test_only_profiling_imports_torch(here: Path, arguments: tuple[str, ...]) -> None:
-    """A `profile` with bad options does not import it either."""
-    probed = probe(here, *arguments)
-    assert probed["code"] == (2 if "xml" in arguments or "verify" in arguments else 0)
-    assert "planner.cli.main" in probed["modules"]
-    assert [name for name in HEAVY if name in probed["modules"]] == []
+    )
+    for arguments, probed in zip(commands, probe(here, *commands), strict=True):
+        assert probed["code"] == (2 if "xml" in arguments or "verify" in arguments else 0), arguments
+        assert "planner.cli.main" in probed["modules"]
+        assert [name for name in HEAVY if name in probed["modules"]] == [], arguments
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arguments", UNUSED, ids=" ".join)
 def test_commands_import_only_their_own_modules(here: Path, arguments: tuple[str, ...]) -> None:
-    probed = probe(here, *arguments)
+    (probed,) = probe(here, arguments)
     assert [name for name in UNUSED[arguments] if name in probed["modules"]] == []
 
 
 @pytest.mark.slow
 def test_the_probe_detects_an_import_of_torch(here: Path) -> None:
     (here / "model.py").write_text("raise ValueError\n")
-    probed = probe(here, "profile", "model.py")
+    (probed,) = probe(here, ("profile", "model.py"))
     assert probed["code"] == 2
     assert "torch" in probed["modules"]
 

@@ -1,4 +1,4 @@
-"""Tests of two nodes, simulated by two `torchrun` on one machine."""
+"""Tests of two nodes, simulated on one machine."""
 
 import json
 import os
@@ -39,8 +39,12 @@ with pipeline_script("balance.yaml", given) as pipeline:
 """
 
 
-def test_two_nodes_have_the_losses_of_one_node(tmp_path: Path) -> None:
-    """Losses are bit-for-bit equal. Measured peak memory, which includes gradients in transfer, is as predicted."""
+@pytest.mark.parametrize("by_torchrun", [False, pytest.param(True, marks=pytest.mark.nightly)])
+def test_two_nodes_have_the_losses_of_one_node(tmp_path: Path, *, by_torchrun: bool) -> None:
+    """Losses are bit-for-bit equal. Measured peak memory, which includes gradients in transfer, is as predicted.
+
+    Two `torchrun` start the processes, or they have the variables of such processes.
+    """
     case = Case(
         model=ROOT / "sample_models/transformer_lm.py",
         balance=(3, 3),
@@ -51,21 +55,11 @@ def test_two_nodes_have_the_losses_of_one_node(tmp_path: Path) -> None:
     write_balance(case, tmp_path / "balance.yaml")
     write_model(tmp_path, SCRIPT, "train.py")
     run_ranks(2, ["train.py", "--report", "one.json"], tmp_path)
-    port = free_port()
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
-    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--local-addr", "127.0.0.1"]
-    nodes = [
-        subprocess.Popen(
-            [*command, "--node-rank", str(node), "train.py", "--report", "two.json"],
-            cwd=tmp_path,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for node in range(2)
-    ]
-    output = [node.communicate(timeout=300)[0] for node in nodes]
-    assert [node.returncode for node in nodes] == [0, 0], output
+    script = ["train.py", "--report", "two.json"]
+    if by_torchrun:
+        run_nodes(script, tmp_path)
+    else:
+        run_ranks(2, script, tmp_path, LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
     one, two = (json.loads((tmp_path / name).read_text()) for name in ("one.json", "two.json"))
     assert len(two["losses"]) == 3
     assert two["losses"] == one["losses"]
@@ -75,6 +69,25 @@ def test_two_nodes_have_the_losses_of_one_node(tmp_path: Path) -> None:
     errors = [predicted[stage["index"]] / stage["peak_bytes"] - 1 for stage in (*one["stages"], *two["stages"])]
     assert min(errors) >= -0.01
     assert max(errors) <= 0.05
+
+
+def run_nodes(script: Sequence[str], folder: Path) -> None:
+    """Run a script with one process on each of two simulated machines."""
+    port = free_port()
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--local-addr", "127.0.0.1"]
+    nodes = [
+        subprocess.Popen(
+            [*command, "--node-rank", str(node), *script],
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for node in range(2)
+    ]
+    output = [node.communicate(timeout=300)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], output
 
 
 @pytest.mark.nightly

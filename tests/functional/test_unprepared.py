@@ -13,12 +13,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 RIGHT = (
     "state:running_scale_attribute",
     "hooks:mask_of_a_weight",
-    "random:batch_of_python_and_numpy",
-    "losses:ignore_index_counted",
-    "structures:dict_inputs_dataclass_outputs",
-    "tricks:switches_dropout_off",
     "loops:freezes_and_unfreezes_the_backbone",
-    "backwards:overwrites_its_result_in_backward",
     "detached:running_mean_and_deviation_of_numpy",
 )
 
@@ -33,12 +28,17 @@ REFUSED = (
     "popular:targets_in_a_dataclass",
     "loops:divides_by_the_norm_of_all_gradients",
     "loops:unfreezes_a_planned_frozen_backbone",
-    "hidden:memory_in_a_list_of_a_model_used_late",
+    pytest.param("hidden:memory_in_a_list_of_a_model_used_late", marks=pytest.mark.nightly),
 )
 
 LATER = tuple(
     pytest.param(name, marks=pytest.mark.nightly)
     for name in (
+        "random:batch_of_python_and_numpy",
+        "losses:ignore_index_counted",
+        "structures:dict_inputs_dataclass_outputs",
+        "tricks:switches_dropout_off",
+        "backwards:overwrites_its_result_in_backward",
         "repositories:clip_with_a_mask_in_all_blocks",
         "repositories:vae_of_torch_distributions",
         "popular:writer_and_meters",

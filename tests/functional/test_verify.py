@@ -1,10 +1,14 @@
 """Tests of `verify`, which runs a plan and compares the run with its predictions."""
 
 import json
+import os
 import shlex
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,8 +18,10 @@ from planner.api import verifying
 from planner.cli.main import run
 from planner.core.cost.evaluate import Evaluation
 from planner.core.errors import MeasurementError, UsageError
+from planner.core.values.profile import Profile
 from planner.emit import decisions_digest
 from tests.support.cli import FAST, call, no_calibration, no_proof, write_model
+from tests.support.ranks import end_ranks
 from tests.support.runs import report_of, slower
 
 Capsys = pytest.CaptureFixture[str]
@@ -46,6 +52,20 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finished: Path) -> Pat
     return tmp_path
 
 
+@pytest.fixture
+def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start the ranks without torchrun, which takes them seconds."""
+
+    @contextmanager
+    def started(command: list[str], _profile: Profile, stderr: int) -> Iterator[SimpleNamespace]:
+        count, *arguments = command[command.index("--nproc-per-node") + 1 :]
+        done = end_ranks(int(count), arguments, Path(arguments[0]).parent)
+        os.write(stderr, done.output.encode())
+        yield SimpleNamespace(stdout=done.output.splitlines(), returncode=max(done.codes))
+
+    monkeypatch.setattr(verifying, "_started", started)
+
+
 @pytest.mark.slow
 def test_verify_runs_judges_and_calibrates_a_plan(here: Path, capsys: Capsys) -> None:
     """The calibration is the only file that is written; `solve` and `profile` accept it."""
@@ -74,7 +94,18 @@ def test_verify_runs_judges_and_calibrates_a_plan(here: Path, capsys: Capsys) ->
     assert (inputs.link, inputs.overhead_us) == (found.link, found.overhead_us)
     assert (inputs.compute, inputs.reserve_bytes) == (found.compute, found.reserve_bytes)
     assert call(capsys, "check").code == 0
-    profiled = call(capsys, "profile", "model.py", *FAST, "--calibration", "calibration.yaml", "-o", "again.yaml")
+    profiled = call(
+        capsys,
+        "profile",
+        "model.py",
+        *FAST,
+        "--calibration",
+        "calibration.yaml",
+        "-o",
+        "again.yaml",
+        "--proof-budget",
+        "0s",
+    )
     assert profiled.code == 0
     executor = files.read_profile("again.yaml").device.executor
     assert (executor.link, executor.overhead_us) == (found.link, found.overhead_us)
@@ -83,6 +114,7 @@ def test_verify_runs_judges_and_calibrates_a_plan(here: Path, capsys: Capsys) ->
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_ranks")
 def test_failed_runs_print_the_message_of_the_script(here: Path) -> None:
     write_model(here, (here / "model.py").read_text().replace("width: int = 16", "width: int = 24"))
     with pytest.raises(
@@ -196,6 +228,7 @@ def calibration(folder: Path, **device: str) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_plan_of_one_stage_can_be_verified(here: Path, capsys: Capsys) -> None:
     assert call(capsys, "solve", "--devices", "1", "--mem", "8GB", "-o", "one.yaml").code == 0
     done = call(capsys, "verify", "one.yaml", "--steps", "3", "--tolerance-time", "99%")

@@ -191,12 +191,12 @@ def _run(
     """Return exit codes, and the ranks that failed by themselves; if this `kills`, the others are ended with them."""
     os.chdir(folder)
     port = free_port()
-    common = {**environment, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1"}
+    common = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     ranks = {}
     for rank in range(count):
         process = os.fork()
         if process == 0:
-            _be({**common, "MASTER_PORT": port, "RANK": rank, "LOCAL_RANK": rank}, arguments, _log_of(rank))
+            _be({**common, "RANK": rank, "LOCAL_RANK": rank, **environment}, arguments, _log_of(rank))
         ranks[process] = rank
     failed: list[int] = []
     codes, ends = [0] * count, []

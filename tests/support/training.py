@@ -1,9 +1,6 @@
 """Training cases for the gradient worker."""
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
@@ -139,17 +136,3 @@ def run_cases(
     worker = str(ROOT / "tests/support/gradient_worker.py")
     run_ranks(cases[0].num_processes, [worker, "cases.json", "results.json"], folder)
     return json.loads((folder / "results.json").read_text())
-
-
-def torchrun(num_processes: int, arguments: Sequence[str], folder: Path, *, check: bool = True) -> str:
-    """Run a script under torchrun in `folder`, and return its output."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_processes)]
-    # Some of the models that are trained are made by the tests' own support.
-    found = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run(
-        [*command, *arguments], cwd=folder, capture_output=True, text=True, timeout=300, check=False, env=found
-    )
-    output = done.stdout + done.stderr
-    if check:
-        assert done.returncode == 0, output
-    return output

@@ -101,7 +101,12 @@ def sound(size: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("build", "inputs"), [(wav2vec2, speech), (mask2former, images), (encodec, sound)], ids=["ctc", "masks", "codec"]
+    ("build", "inputs"),
+    [
+        pytest.param(wav2vec2, speech, id="ctc"),
+        pytest.param(mask2former, images, id="masks", marks=pytest.mark.nightly),
+        pytest.param(encodec, sound, id="codec"),
+    ],
 )
 def test_ranks_find_the_profiled_layers(build: Callable[[], nn.Module], inputs: Callable[[int], Any]) -> None:
     """The constructors leave some tensors on the CPU, and the forwards need values: every rank died at its start."""

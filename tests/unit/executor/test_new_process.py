@@ -12,6 +12,7 @@ from torch import nn
 from planner.core.errors import ModelError
 from planner.executor.equivalence import new_process
 from planner.executor.equivalence.check import check_equivalence
+from planner.executor.equivalence.isolation import ChildProcess
 from planner.executor.equivalence.new_process import check_without_gpu
 from planner.model import load_model, load_module
 from planner.model.load import LoadedModel
@@ -37,6 +38,19 @@ def example_batch(batch_size):
 def loss_fn(output, target):
     return nn.functional.mse_loss(output, target)
 """
+
+
+class ForkedCheck(new_process._NewProcess):
+    """Process that starts faster than a new one."""
+
+    def __init__(self) -> None:
+        ChildProcess.__init__(self, new_process._check, limit_s=60.0)
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork the process of the check."""
+    monkeypatch.setattr(new_process, "_NewProcess", ForkedCheck)
 
 
 @pytest.fixture(autouse=True)
@@ -65,6 +79,7 @@ def test_no_gpu_is_visible_to_the_check(path: str, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_errors_of_the_model_keep_message_and_hint(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     Path(path).write_text(MODEL.replace("mse_loss(output, target)", "mse_loss(output, target).item()"))
@@ -97,6 +112,7 @@ def test_saving_random_states_does_not_start_cuda(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_a_model_object_is_sent_with_its_values() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     load = partial(load_module, model, loss_fn=mean_loss, inputs=("4",))

@@ -269,14 +269,17 @@ def _like(meta: Tensor) -> Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("micro_batches", [1, 4])
 @pytest.mark.parametrize(
-    ("name", "first", "end"),
+    ("name", "first", "end", "micro_batches"),
     [
-        *(("transformer_lm", 0, 6), ("transformer_lm", 1, 5), ("transformer_lm", 3, 6)),
-        *(("convolutions", 0, 11), ("convolutions", 2, 8), ("convolutions", 4, 11)),
-        *(("amoebanet_d", 2, 7), ("mlp", 0, 11)),
-        pytest.param("amoebanet_d", 0, 4, marks=pytest.mark.nightly),
+        *(("transformer_lm", 0, 6, 4), ("transformer_lm", 1, 5, 4), ("transformer_lm", 3, 6, 4)),
+        *(("convolutions", 0, 11, 4), ("convolutions", 2, 8, 4), ("convolutions", 4, 11, 1)),
+        *(("mlp", 0, 11, 1), ("mlp", 0, 11, 4)),
+        *(
+            pytest.param("amoebanet_d", *layers, count, marks=pytest.mark.nightly)
+            for layers in ((0, 4), (2, 7))
+            for count in (1, 4)
+        ),
     ],
 )
 def test_peaks_with_recomputed_layers_are_as_predicted(name: str, first: int, end: int, micro_batches: int) -> None:
