@@ -12,6 +12,7 @@ CASES = Path(__file__).parents[1] / "support" / "several_chunks"
 
 UNEVEN = ("q9_4.json", "--devices", "6", "--mem", "900TB", "--batch", "24", "--micro-batches", "24")
 EVEN = ("zb_even_8.json", "--devices", "8", "--mem", "1297000001B", "--batch", "16", "--micro-batches", "16")
+UNEVEN_TIGHT = ("uneven_39.json", "--devices", "4", "--mem", "4039688335B", "--batch", "16", "--micro-batches", "16")
 TIGHT = ("q9_5.json", "--devices", "4", "--mem", "1935595966B", "--batch", "4", "--micro-batches", "4")
 SMALL = ("tiny.json", "--devices", "2", "--mem", "900TB", "--batch", "6", "--chunks", "3", "--nodes", "2x1")
 
@@ -39,6 +40,12 @@ def plan_of(capsys: pytest.CaptureFixture[str], folder: Path, *arguments: str) -
             (*SMALL, "--schedule", "interleaved", "--link", "10GB/s,500us", "--inter-link", "1GB/s,500us"),
             228_353,
             id="small",
+        ),
+        pytest.param(
+            (*UNEVEN_TIGHT, "--schedule", "search", "--link", "25GB/s,10us", "--headroom", "0%"),
+            1_582_943,
+            id="most orders exceed the memory",
+            marks=pytest.mark.nightly,
         ),
     ],
 )

@@ -54,6 +54,9 @@ _RULES_SHARE, _PATIENCE_SHARE = 0.3, 0.3
 _MERGE_SHARE = 0.2
 """Probability that a change of the order merges or splits backwards, if split backwards take longer than whole ones."""
 
+_REFUSED = 10
+"""Ratio of orders that do not fit to orders that fit, above which a search for orders rarely improves the plan."""
+
 _WORSE = 5e-4
 """Initial threshold: the search may continue from an order that is slower than the best one by this share."""
 
@@ -88,6 +91,8 @@ class OrderSearch:
         """True if only the exact memory model limits memory. The search then continues only from orders that fit."""
         self.spent = 0
         """Number of actions scheduled or simulated so far."""
+        self._num_fitting = self._num_refused = 0
+        """Number of orders that fit, and that do not fit, according to the exact memory model."""
 
     def search(self, most_actions: int) -> SimulatedOrder | None:
         """Return the best order found by simulating at most `most_actions` actions; None if no order fits."""
@@ -122,16 +127,35 @@ class OrderSearch:
     def improve(self, rows: Rows, most_actions: int) -> SimulatedOrder | None:
         """Improve the action orders `rows`, which fit into memory, by simulating at most `most_actions` actions."""
         self._simulate(rows)
-        act_rows = [[(action.stage, action.kind, action.micro_batch) for action in row] for row in rows]
-        near = follow_order(self._problem, act_rows, lookahead=_LOOKAHEAD[0], patience=inf)
+        near = follow_order(self._problem, _acts(rows), lookahead=_LOOKAHEAD[0], patience=inf)
         if near is not None and near.period_us <= self._limit_us * (1 + SAME):
             return self.search(most_actions)
-        self._problem = replace(self._problem, limits_bytes=(inf,) * len(self._problem.limits_bytes))
-        self._is_exact = True
-        self._threshold_accepting(act_rows, self._make_rules(_Tuning()), inf, most_actions)
+        self._improve_exactly(rows, most_actions, _LOOKAHEAD[0])
         return self.best
 
-    def _threshold_accepting(self, rows: _Rows, rules: DispatchRules, rules_us: float, most_actions: int) -> None:
+    def improve_strictly(self, rows: Rows, most_actions: int) -> SimulatedOrder | None:
+        """Improve orders as `improve` does, but devices never run an action earlier than a changed order says.
+
+        Such an early action often exceeds the device's memory. Without it, an order may have to be changed in many
+        places until it is faster.
+        """
+        self._simulate(rows)
+        self._improve_exactly(rows, most_actions, lookahead=1)
+        return self.best
+
+    @property
+    def refuses_most_orders(self) -> bool:
+        """True if most faster orders did not fit into memory."""
+        return self._num_refused > _REFUSED * self._num_fitting
+
+    def _improve_exactly(self, rows: Rows, most_actions: int, lookahead: int) -> None:
+        self._problem = replace(self._problem, limits_bytes=(inf,) * len(self._problem.limits_bytes))
+        self._is_exact = True
+        self._threshold_accepting(_acts(rows), self._make_rules(_Tuning()), inf, most_actions, lookahead=lookahead)
+
+    def _threshold_accepting(
+        self, rows: _Rows, rules: DispatchRules, rules_us: float, most_actions: int, *, lookahead: int = _LOOKAHEAD[0]
+    ) -> None:
         # Change the order or the rules step by step, and at first also accept slightly slower orders.
         # Source: threshold accepting, Dueck and Scheuer 1990 (doi:10.1016/0021-9991(90)90201-B).
         rng = random.Random(0)  # noqa: S311 - a fixed seed: the same plan every time
@@ -147,7 +171,7 @@ class OrderSearch:
             else:
                 change = _merge_or_split if merges and rng.random() < _MERGE_SHARE else _reorder
                 preferred = change(self._problem, rows, rng)
-                order = follow_order(self._problem, preferred, lookahead=_LOOKAHEAD[0], patience=inf, limit_us=limit_us)
+                order = follow_order(self._problem, preferred, lookahead=lookahead, patience=inf, limit_us=limit_us)
             is_better = self._keep_if_better(order)
             if order is None:
                 continue
@@ -201,7 +225,9 @@ class OrderSearch:
 
     def _fits_exactly(self, rows: Rows) -> bool:
         self.spent += _CHECK_ORDERS * 3 * len(self._problem.times) * self._problem.micro_batches
-        return self._fits(rows)
+        fits = self._fits(rows)
+        self._num_fitting, self._num_refused = self._num_fitting + fits, self._num_refused + (not fits)
+        return fits
 
 
 class _Tuning(NamedTuple):
@@ -281,6 +307,10 @@ def is_split_backward_free(problem: OrderProblem) -> bool:
     """Return True if, on every stage, a split backward (I and W) takes no longer than a whole backward (B)."""
     split_backward = ((t.input_backward_us + t.weight_backward_us, t.backward_us) for t in problem.times)
     return all(both_us <= whole_us * (1 + 1e-9) for both_us, whole_us in split_backward)
+
+
+def _acts(rows: Rows) -> list[list[Act]]:
+    return [[(action.stage, action.kind, action.micro_batch) for action in row] for row in rows]
 
 
 def _random_range(number: int, rng: random.Random) -> range:

@@ -42,6 +42,9 @@ _SHARE = 6
 _SHARE_FROM_BEST = 2
 """Divisor of the remaining budget, for one search that improves the action order of a given plan."""
 
+_STRICT_SHARE = 2
+"""Ratio of the spent budget to the additional budget of a search that follows changed orders strictly."""
+
 _OF_BOUND = 4
 """Divisor of the budget spent so far, for the time that the lower bound of all partitions may take."""
 
@@ -90,6 +93,8 @@ class _JointSearch:
         """Action order that the next search improves; None to search from known orders and rules."""
         self._order_share = _SHARE
         self._kinds: tuple[bool, ...] = (False, True)
+        self._refuses_most_orders = False
+        """True if most faster orders of one of the searches for orders did not fit into memory."""
 
     def improve(self, start: Partition) -> None:
         self._start = start.actions()
@@ -97,6 +102,8 @@ class _JointSearch:
         self._order_share = _SHARE_FROM_BEST
         self._kinds = (not start.schedule_object.splits_backward,)
         self._alternate(cuts_and_choices(start))
+        if self._refuses_most_orders:
+            self._improve_strictly(self._progress.best or start)
 
     def search(self) -> None:
         even = start_cuts(self._progress, self._evaluator)
@@ -141,6 +148,18 @@ class _JointSearch:
             progress.upper_us, progress.best = own.upper_us, own.best
         return cuts_and_choices(own.best)
 
+    def _improve_strictly(self, best: Partition) -> None:
+        self._progress.deadline.check()
+        cuts, choices = cuts_and_choices(best)
+        problem = _order_problem(self._evaluator, cuts, choices, is_whole=self._kinds[0])
+        search = OrderSearch(problem, partial(self._evaluator.fits, cuts, choices))
+        budget = self._progress.budget
+        order = search.improve_strictly(best.actions(), budget.spent // _STRICT_SHARE)
+        budget.spent += search.spent
+        if order is not None:
+            under_order = self._evaluator.with_schedule(ListedSchedule(order.rows))
+            self._progress.simulate_fitting(under_order, cuts[None], choices[None], np.array([True]))
+
     def _find_order(self, partition: CutsAndChoices) -> SimulatedOrder | None:
         evaluator, budget = self._evaluator, self._progress.budget
         fits = partial(evaluator.fits, *partition)
@@ -155,6 +174,7 @@ class _JointSearch:
             most = max(0, budget.left) // self._order_share
             order = search.search(most) if self._start is None else search.improve(self._start, most)
             budget.spent += search.spent
+            self._refuses_most_orders |= search.refuses_most_orders
             if order is not None and (best is None or order.period_us < best.period_us):
                 best = order
         return best

@@ -288,3 +288,25 @@ def test_given_order_is_used_if_it_fits() -> None:
     models = [SCHEDULES["zbv"].actions(devices, micro_batches, 2)]
     found = OrderSearch(asked, lambda _: True, models).search(20_000)
     assert found.period_us == 6 * micro_batches
+
+
+def test_strictly_followed_orders_fit_and_become_faster() -> None:
+    devices, micro_batches, rng = 3, 8, random.Random(0)
+    times = [stage(rng.uniform(1, 4), rng.uniform(1, 4), rng.uniform(0.5, 3)) for _ in range(2 * devices)]
+    one_by_one = tuple(
+        tuple(
+            Action(s, kind, m)
+            for m in range(micro_batches)
+            for s, kind in [*((s, "F") for s in stages), *((s, kind) for s in reversed(stages) for kind in "IW")]
+        )
+        for stages in (stages_on(d, devices, 2, "v") for d in range(devices))
+    )
+
+    def fits(rows: Rows) -> bool:
+        return all(most_held(row, 1.0) <= 3 for row in rows)
+
+    asked = problem(times, micro_batches, [0.0] * devices, num_devices=devices, placement="v")
+    found = OrderSearch(asked, fits).improve_strictly(one_by_one, 60_000)
+    check_orders(found.rows, micro_batches)
+    assert fits(found.rows)
+    assert found.period_us < 0.95 * slow_period(one_by_one, times)
