@@ -28,4 +28,5 @@ def record_model_code(functions: list[str]) -> Iterator[None]:
     try:
         yield
     finally:
-        sys.setprofile(before)
+        # The profiler of `cProfile` is not callable, and cannot be set again.
+        sys.setprofile(before if callable(before) else None)

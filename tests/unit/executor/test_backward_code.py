@@ -1,5 +1,6 @@
 """Backwards that run code of the model: hooks and autograd functions may read what a later forward has replaced."""
 
+import cProfile
 from typing import Any
 
 import pytest
@@ -60,3 +61,13 @@ def test_hooks_and_autograd_functions_are_code_of_the_model() -> None:
     assert functions(nn.Linear(2, 2)(x)) == []
     assert functions(hooked) == ["<lambda>"]
     assert functions(Scale.apply(x, Scaled())) == ["backward"]  # type: ignore[no-untyped-call]
+
+
+def test_a_profiler_may_run_during_the_backward() -> None:
+    functions = list[str]()
+    with cProfile.Profile(), record_model_code(functions):
+        _called()
+    assert functions == ["_called"]
+
+
+def _called() -> None: ...
