@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -185,7 +185,7 @@ def _states(optimizer: torch.optim.Optimizer, copies: Sequence[Tensor], paramete
 def _state_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Mapping[str, Any]:
     """Return the state of a parameter. An optimizer may leave it to other optimizers, such as one for each group."""
     inner = (part for part in tree_leaves(list(vars(optimizer).values())) if isinstance(part, torch.optim.Optimizer))
-    return next((part.state[parameter] for part in (optimizer, *inner) if part.state.get(parameter)), {})
+    return next((part.state[parameter] for part in chain((optimizer,), inner) if part.state.get(parameter)), {})
 
 
 def _step_peak_bytes(

@@ -130,8 +130,7 @@ class OrderSearch:
         near = follow_order(self._problem, _acts(rows), lookahead=_LOOKAHEAD[0], patience=inf)
         if near is not None and near.period_us <= self._limit_us * (1 + SAME):
             return self.search(most_actions)
-        self._improve_exactly(rows, most_actions, _LOOKAHEAD[0])
-        return self.best
+        return self._improve_exactly(rows, most_actions, _LOOKAHEAD[0])
 
     def improve_strictly(self, rows: Rows, most_actions: int) -> SimulatedOrder | None:
         """Improve orders as `improve` does, but devices never run an action earlier than a changed order says.
@@ -140,18 +139,18 @@ class OrderSearch:
         places until it is faster.
         """
         self._simulate(rows)
-        self._improve_exactly(rows, most_actions, lookahead=1)
-        return self.best
+        return self._improve_exactly(rows, most_actions, lookahead=1)
 
     @property
     def refuses_most_orders(self) -> bool:
         """True if most faster orders did not fit into memory."""
         return self._num_refused > _REFUSED * self._num_fitting
 
-    def _improve_exactly(self, rows: Rows, most_actions: int, lookahead: int) -> None:
+    def _improve_exactly(self, rows: Rows, most_actions: int, lookahead: int) -> SimulatedOrder | None:
         self._problem = replace(self._problem, limits_bytes=(inf,) * len(self._problem.limits_bytes))
         self._is_exact = True
         self._threshold_accepting(_acts(rows), self._make_rules(_Tuning()), inf, most_actions, lookahead=lookahead)
+        return self.best
 
     def _threshold_accepting(
         self, rows: _Rows, rules: DispatchRules, rules_us: float, most_actions: int, *, lookahead: int = _LOOKAHEAD[0]
