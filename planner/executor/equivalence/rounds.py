@@ -5,7 +5,7 @@ import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import pairwise
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -229,7 +229,7 @@ class EquivalenceRound:
         if different:
             return differences, CutProblem(different)
         relative = _merged_differences(differences)
-        return differences, CutProblem(largest_unexplained_difference(relative, self._rounding_noise))
+        return differences, CutProblem(largest_unexplained_difference(relative, lambda: self._rounding_noise))
 
     def _run_ranks(self, trial: PipelineTrial) -> list[StageDifferences]:
         rendezvous = Path(tempfile.mkdtemp(dir=self.folder.parent)) / "store"
@@ -264,8 +264,9 @@ class EquivalenceRound:
             raise next((e for e in errors if not _is_lost_connection(e)), errors[0])
         return [by_rank[rank] for rank in range(len(children))]
 
+    @cached_property
     def _rounding_noise(self) -> Mapping[str, float]:
-        """Return the largest relative changes of gradients, buffers and loss due to rounding errors in parameters."""
+        """Largest relative changes of gradients, buffers and loss due to rounding errors in parameters."""
         noise: dict[str, float] = {}
         # The first step is not enough: if the last layer is initialized with zeros, earlier layers get no gradients.
         for steps in range(1, self.subject.options.steps + 1):
