@@ -31,6 +31,9 @@ _STEPS = (
 # Some gradients exceed the limit of any gradient clip, others do not. If only one half exceeds the limit, the check
 # also finds a clip by the largest gradient of all parameters.
 
+_STEPS_OF_TORCH = _STEPS[1:5]
+"""Steps for optimizers of torch. They clip nothing by themselves, so few steps find what a builder has changed."""
+
 _REPETITIONS = 20
 """Number of repetitions of `_STEPS` for optimizers that are not from torch, which may begin to clip late."""
 
@@ -55,6 +58,7 @@ _HINT = (
 )
 
 _Item = TypeVar("_Item")
+_Value = Tensor | int | float
 
 
 def check_optimizer(build: OptimizerBuilder, parameters: Iterable[Tensor], device: torch.device) -> None:
@@ -75,11 +79,12 @@ def check_optimizer(build: OptimizerBuilder, parameters: Iterable[Tensor], devic
     whole = WholeModelOptimizer(build, parameters)
     with preserve_torch_generators():
         sample = _sample(_groups(whole), _MOST_PARAMETERS)
-        differing = _num_differing(whole, sample, _STEPS, device)
+        is_of_torch = _is_of_torch(whole.build_for([]))
+        differing = _num_differing(whole, sample, _STEPS_OF_TORCH if is_of_torch else _STEPS, device)
         if not differing:
             with suppress(ModelError):  # an optimizer that raises for an infinite gradient would end any run
                 differing = _num_differing(whole, sample, _NOT_FINITE, device)
-        if not differing and not _is_of_torch(whole.build_for([])):
+        if not differing and not is_of_torch:
             sample = _sample(whole.groups(), _MOST_WATCHED)
             with suppress(_FailedStepError):  # it may have a largest number of steps
                 differing = _num_differing(whole, sample, _STEPS * _REPETITIONS, device)
@@ -177,6 +182,7 @@ class _UpdateComparison:
     """Comparison of one optimizer for all parameters with two optimizers for one half of the parameters each."""
 
     def __init__(self, whole: WholeModelOptimizer, sample: Sequence[Tensor], device: torch.device) -> None:
+        self._steady_gradients = [_random(tensor, 1000 + n) for n, tensor in enumerate(sample)]
         every = range(len(sample))
         self._together, *self._apart = (
             _SmallParameters(whole, sample, part, device) for part in (every, every[::2], every[1::2])
@@ -192,10 +198,12 @@ class _UpdateComparison:
 
         `scales` are factors of the gradients of parameters with even and with odd indices.
         """
-        together = self._together.step(step, scales)
-        apart: dict[int, list[Tensor]] = {}
+        steady = self._steady_gradients
+        gradients = [_gradient(tensor, 100 * step + n, scales[n % 2]) for n, tensor in enumerate(steady)]
+        together = self._together.step(gradients)
+        apart: dict[int, list[_Value]] = {}
         for parameters in self._apart:
-            apart |= parameters.step(step, scales)
+            apart |= parameters.step(gradients)
         return {n for n, results in together.items() if not _is_same(results, apart[n])}
 
 
@@ -205,7 +213,6 @@ class _SmallParameters:
     def __init__(
         self, whole: WholeModelOptimizer, sample: Sequence[Tensor], part: Sequence[int], device: torch.device
     ) -> None:
-        self._sample = sample
         self._initial = {n: _random(sample[n], n).to(device) for n in part}
         self._tensors = {n: nn.Parameter(tensor.clone()) for n, tensor in self._initial.items()}
         self._optimizer = whole.build_for((sample[n], tensor) for n, tensor in self._tensors.items())
@@ -217,15 +224,12 @@ class _SmallParameters:
         for group, other in zip(self._optimizer.param_groups, optimizer.param_groups, strict=True):
             group.update(_numbers(other))
 
-    def step(self, step: int, scales: tuple[float, float]) -> dict[int, list[Tensor]]:
-        """Make a step. Return each parameter's new values, gradient, state and options, by the parameter's index.
-
-        `scales` are factors of the gradients of parameters with even and with odd indices.
-        """
+    def step(self, gradients: Sequence[Tensor]) -> dict[int, list[_Value]]:
+        """Make a step. Return each parameter's new values, gradient, state and options, by the parameter's index."""
         # Each step begins with the initial parameters, so that rounding errors do not add up in a long run.
         for n, tensor in self._tensors.items():
             tensor.data.copy_(self._initial[n])
-            tensor.grad = _gradient(self._sample[n], n, step, scales[n % 2]).to(tensor.device)
+            tensor.grad = gradients[n].to(tensor.device, copy=True)
         before = torch.get_rng_state()
         with self._shared.during_step():
             _step(self._optimizer)
@@ -236,15 +240,15 @@ class _SmallParameters:
                 hint="use an optimizer that draws none (`--optimizer adamw`), or draw the noise in the model",
             )
         groups = {id(p): group for group in self._optimizer.param_groups for p in group["params"]}
-        results = {}
+        results: dict[int, list[_Value]] = {}
         for n, tensor in self._tensors.items():
             # An update may be smaller than `_LIMIT`.
-            results[n] = [tensor.detach().clone(), torch.tensor(torch.equal(tensor, self._initial[n]))]
+            results[n] = [tensor.detach().clone(), torch.equal(tensor, self._initial[n])]
             results[n] += [] if tensor.grad is None else [tensor.grad]
             # A step size that is computed from all parameters is an option of their group.
             for numbers in (self._optimizer.state.get(tensor, {}), groups.get(id(tensor), {})):
                 results[n] += [
-                    torch.as_tensor(value).clone()
+                    value.clone() if isinstance(value, Tensor) else value
                     for _, value in sorted(numbers.items())
                     if isinstance(value, (int, float, Tensor))
                 ]
@@ -326,19 +330,27 @@ def _random(like: Tensor, seed: int) -> Tensor:
     return values.to(like.dtype)
 
 
-def _gradient(like: Tensor, n: int, step: int, scale: float) -> Tensor:
+def _gradient(steady: Tensor, seed: int, scale: float) -> Tensor:
     # The direction of the gradient hardly changes between steps, but its size does.
-    steady, noise = _random(like, 1000 + n), _random(like, 2000 + 100 * step + n)
-    generator = torch.Generator().manual_seed(100 * step + n)
-    size = 10 ** (2 * torch.rand((), generator=generator) - 1.5)
-    return (steady + 0.3 * noise) * (scale * size).to(like.dtype)
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.randn(steady.shape, generator=generator).to(steady.dtype)
+    size: float = 10 ** (2 * torch.rand((), generator=generator).item() - 1.5)
+    return (steady + 0.3 * noise) * (scale * size)
 
 
-def _is_same(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
+def _is_same(one: Sequence[_Value], other: Sequence[_Value]) -> bool:
     return len(one) == len(other) and all(map(_is_close, one, other))
 
 
-def _is_close(one: Tensor, other: Tensor) -> bool:
+def _is_close(one: _Value, other: _Value) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return _are_close_tensors(one, other)
+    if isinstance(one, Tensor) or isinstance(other, Tensor) or type(one) is not type(other):
+        return False
+    return one == other or math.isclose(one, other, rel_tol=_LIMIT) or (math.isnan(one) and math.isnan(other))
+
+
+def _are_close_tensors(one: Tensor, other: Tensor) -> bool:
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     if torch.equal(one, other):
