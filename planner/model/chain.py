@@ -147,16 +147,21 @@ def chain_of(
     refuse_sparse(model)
     # A Sequential with children that must stay in one layer is cut like any other module.
     if _is_plain_sequential(model) and not uncut and not _shares_state(model, example_inputs):
-        layers = tuple(_flatten(model, ""))
-        if not layers:
+        chain = chain_of_children(model)
+        if not chain.layers:
             raise ModelError("the model is an empty nn.Sequential: there is nothing to plan")
-        return Chain(layers, model)
+        return chain
     if example_inputs is None:
         raise ModelError(
             f"the model is a {type(model).__name__}; to cut it, its inputs must be known",
             hint="define `example_batch(batch_size)`",
         )
     return chain_from_outline(outline_of(model, example_inputs, granularity, loss_of, uncut=uncut), model)
+
+
+def chain_of_children(model: nn.Module) -> Chain:
+    """Return the chain of an `nn.Sequential`: its children, and those of each nested `nn.Sequential`."""
+    return Chain(tuple(_flatten(model, "")), model)
 
 
 def chain_from_outline(outline: ModelOutline, model: nn.Module) -> Chain:

@@ -14,7 +14,7 @@ from planner.core.values.units import pluralize
 from planner.executor.build.own_stage import BuildError, build_with_values, to_meta
 from planner.executor.run.loader import example_mini_batch
 from planner.executor.run.shapes import chain_shapes
-from planner.model.chain import Chain, Layer, chain_digest, chain_from_outline, refuse_sparse
+from planner.model.chain import Chain, Layer, chain_digest, chain_from_outline, chain_of_children, refuse_sparse
 from planner.model.closures import other_reachable_tensors
 from planner.model.copying import copy_module
 from planner.model.ghosts import Ghost, ghost_like
@@ -146,7 +146,7 @@ def build_stages(
 
     def wanted(model: nn.Module) -> list[Tensor]:
         if outline is None:
-            layers = loaded.chain(model).layers
+            layers = chain_of_children(model).layers
             return _reachable_tensors([layer.module for s in stages for layer in layers[s.first : s.end]])
         needed = _needed_tensors(outline, model, stages)
         return [*needed, *other_reachable_tensors([model], needed)]
@@ -161,7 +161,7 @@ def build_stages(
         keep_only(model, lambda tensor: _on(tensor, device) if id(tensor) in needed_ids else None, device)
         move_attribute_tensors(model, lambda tensor: _moved_or_placeholder(tensor, needed_ids, device))
     instances = _instances_for_stages(model, chain, len(stages))
-    chains = [loaded.chain(own) if outline is None else chain_from_outline(outline, own) for own in instances]
+    chains = [chain_of_children(own) if outline is None else chain_from_outline(outline, own) for own in instances]
     layers = [stage.layers_of(own) for stage, own in zip(stages, chains, strict=True)]
     if outline is None:
         # Move all layers at once, so that layers that share a tensor still share it.
