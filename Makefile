@@ -78,9 +78,9 @@ check: lint types contracts test
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(PINNED) $(BIN)/python -m pip install --quiet --upgrade-strategy only-if-needed --constraint constraints.txt \
+	$(PINNED) $(BIN)/python -m pip install --quiet --no-compile --upgrade-strategy only-if-needed --constraint constraints.txt \
 	--editable ".[dev]"
-	-$(BIN)/python -m pip install --quiet --no-deps --constraint constraints.txt timm torchvision
+	-$(BIN)/python -m pip install --quiet --no-compile --no-deps --constraint constraints.txt timm torchvision
 	@$(BIN)/python -c "import torchvision" 2>/dev/null || { rm -rf $(VENV)/aside; mkdir $(VENV)/aside; \
 	mv $(VENV)/lib/python*/site-packages/torchvision* $(VENV)/aside/ 2>/dev/null && echo "$(ASIDE)" || true; }
 	touch $@
