@@ -218,14 +218,22 @@ def value_at(model: nn.Module, path: str, keys: Sequence[Any]) -> Any:
         path: Path of the module.
         keys: Name of the attribute, then keys and indices in nested containers and objects.
     """
-    at: Any = vars(model.get_submodule(path))
+    at: Any = vars(_module_at(model, path))
     for key in keys[:-1]:
         at = _items_or_attributes(at[key])
     return at.get(keys[-1]) if isinstance(at, dict) else at
 
 
+def _module_at(model: nn.Module, path: str) -> Any:
+    # `get_submodule` takes several times as long, which each forward of a stage would spend for each change.
+    module: Any = model
+    for name in path.split(".") if path else ():
+        module = module._modules[name]
+    return module
+
+
 def _container(model: nn.Module, change: AttributeChange) -> Any:
-    at: Any = vars(model.get_submodule(change.path))
+    at: Any = vars(_module_at(model, change.path))
     for key in change.keys[:-1] if change.kind == "set" else change.keys:
         at = _items_or_attributes(at[key])
         if at is None:

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from planner.core.errors import ModelError
 from planner.model.chain import chain_of
-from planner.model.ghosts import NeedsValuesError, ghost_like
+from planner.model.ghosts import Ghost, NeedsValuesError, ghost_like, storage_key
+from planner.model.nests import tensors_in
 from planner.model.stand_ins import StandInFactory
 
 
@@ -30,6 +31,45 @@ def test_in_place_changes_of_shape_change_ghosts(change: Callable[[Tensor], obje
     change(ghost)
     assert (ghost.shape, ghost.stride()) == (tensor.shape, tensor.stride())
     assert (ghost * 2).shape == tensor.shape
+
+
+NEW_RESULTS = {
+    "sum": lambda t: t.sum(1, keepdim=True),
+    "mean of integers": lambda t: t.long() / 2,
+    "product": lambda t: t.transpose(1, 2) @ t,
+    "largest": lambda t: t.max(1),
+    "with a real tensor": lambda t: t * torch.ones(3, 1, 1, dtype=torch.float64),
+    "several": lambda t: torch.cat([t, t[:, 1:]], 1),
+    "normalization": lambda t: nn.functional.layer_norm(t, (5,)),
+}
+
+
+@pytest.mark.parametrize("compute", NEW_RESULTS.values(), ids=NEW_RESULTS)
+def test_repeated_operators_give_the_same_ghosts(compute: Callable[[Tensor], object]) -> None:
+    """The first call asks torch for the shapes, and the second one remembers them."""
+    expected = [(t.shape, t.stride(), t.dtype) for t in tensors_in(compute(torch.ones(3, 4, 5)))]
+    for origin in ("first", "second"):
+        found = tensors_in(compute(ghost_like(torch.ones(3, 4, 5), torch.device("cpu"), origin)))
+        assert [(t.shape, t.stride(), t.dtype) for t in found] == expected
+        assert {t.origin for t in found if isinstance(t, Ghost)} == {origin}
+
+
+def test_each_view_of_a_ghost_shares_its_storage() -> None:
+    ghosts = [ghost_like(torch.ones(2, 2), torch.device("cpu")) for _ in range(2)]
+    assert all(storage_key(ghost.t()) == storage_key(ghost) for ghost in ghosts)
+    sums = [ghost + 1 for ghost in ghosts]
+    assert len({*map(storage_key, ghosts), *map(storage_key, sums)}) == 4
+
+
+def test_changed_strides_and_options_change_the_results_of_ghosts() -> None:
+    ghost = ghost_like(torch.ones(2, 3), torch.device("cpu"))
+    assert (ghost + 1).stride() == (3, 1)
+    assert (ghost.t() + 1).stride() == (1, 3)
+    assert ghost.argmax(1).shape == (2,)
+    assert ghost.argmax(1, keepdim=True).shape == (2, 1)
+    assert (ghost == 1).dtype == torch.bool
+    assert (ghost.long() + 1).dtype == torch.int64
+    assert (ghost.long() + 1.0).dtype == torch.float32
 
 
 class Stack(nn.Module):
