@@ -1,5 +1,6 @@
 """Tests that peak memory with split backward is as predicted."""
 
+from itertools import cycle
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,6 +19,7 @@ from tests.unit.executor.test_one_forward_one_backward import HIGHEST, LOWEST, M
 pytestmark = pytest.mark.slow
 
 NAMES: Final = tuple(name for name, schedule in SCHEDULES.items() if schedule.splits_backward)
+EACH_ONCE: Final = tuple(zip(NAMES, cycle(("never", "always")), strict=False))
 Errors = dict[tuple[str, str, int], float]
 SAMPLES: Final = (
     ("transformer_lm", (("layers", 6), ("width", 64), ("feed_forward", 256), ("vocabulary", 512), ("tokens", 64)), 4),
@@ -30,8 +32,7 @@ def relative_errors(model: Path, folder: Path, *, devices: int, size: int, **fur
     settings = {name: str(value) for name, value in further.get("settings", ())}
     loaded = in_precision(load_model(str(model), settings=settings), further.get("dtype", ""))
     costs = costs_at(profile_of_model(loaded, sizes=(size,)), size)
-    names = further.pop("names", NAMES)
-    choices = further.pop("choices", ("never", "always"))
+    plans = further.pop("plans")
     cases = [
         Case(
             model=model,
@@ -43,8 +44,7 @@ def relative_errors(model: Path, folder: Path, *, devices: int, size: int, **fur
             chunks=1 + SCHEDULES[name].is_chunked,
             **further,
         )
-        for name in names
-        for recompute in choices
+        for name, recompute in plans
     ]
     errors: Errors = {}
     for case, peaks in zip(cases, measured_peaks(cases, folder), strict=True):
@@ -62,25 +62,25 @@ def outside(errors: Errors) -> Errors:
 def test_peaks_with_split_backward_are_as_predicted(tmp_path: Path) -> None:
     """Every second layer saves its output for I, and the next layer saves the same tensor for W."""
     model = write_model(tmp_path, MODEL)
-    errors = relative_errors(model, tmp_path, devices=3, size=128)
-    assert len(errors) == len(NAMES) * 2 * 3
+    plans = [*EACH_ONCE, (NAMES[0], "always")]
+    errors = relative_errors(model, tmp_path, devices=3, size=128, plans=plans)
+    assert len(errors) == len(plans) * 3
     assert outside(errors) == {}
 
 
 def test_autocast_weight_caches_are_counted(tmp_path: Path) -> None:
     """Cached weights wait for the last W. With some whole backwards there are two copies of each."""
     model = write_model(tmp_path, MODEL)
-    names = ("zb-h1", "zbv", "dualpipev")
-    errors = relative_errors(model, tmp_path, devices=2, size=128, dtype="bf16-mixed", names=names)
-    assert len(errors) == len(names) * 2 * 2
+    plans = (("zb-h1", "never"), ("zb-h1", "always"), ("zbv", "never"), ("dualpipev", "always"))
+    errors = relative_errors(model, tmp_path, devices=2, size=128, dtype="bf16-mixed", plans=plans)
+    assert len(errors) == len(plans) * 2
     assert outside(errors) == {}
 
 
 @pytest.mark.parametrize(("name", "settings", "size"), SAMPLES)
 def test_peaks_of_sample_models_are_as_predicted(name: str, settings: Any, size: int, tmp_path: Path) -> None:
     model = ROOT / f"sample_models/{name}.py"
-    names = ("zb-h2", "zbv")
-    choices = ("never", "except-last")
-    errors = relative_errors(model, tmp_path, devices=2, size=size, settings=settings, names=names, choices=choices)
-    assert len(errors) == len(names) * 2 * 2
+    plans = (("zb-h2", "except-last"), ("zbv", "never"))
+    errors = relative_errors(model, tmp_path, devices=2, size=size, settings=settings, plans=plans)
+    assert len(errors) == len(plans) * 2
     assert outside(errors) == {}
