@@ -84,7 +84,7 @@ dist.destroy_process_group()
 @pytest.mark.parametrize(
     "case",
     [
-        Case(model=MISCHIEF, balance=(1, 1, 2, 1)),
+        pytest.param(Case(model=MISCHIEF, balance=(1, 1, 2, 1)), marks=pytest.mark.nightly),
         Case(model=MISCHIEF, balance=(1, 1, 1, 2), chunks=2, schedule="interleaved"),
         Case(model=MISCHIEF, balance=(1, 2, 2), replicas=2, micro_batches=2, batch=8, schedule="1f1b"),
     ],

@@ -129,8 +129,18 @@ MODULES = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", [*MODULES, "the end"])
-@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize(
+    ("module", "wrapped"),
+    [
+        *((module, False) for module in (*MODULES, "the end")),
+        *((module, True) for module in ("numpy", "pydantic")),
+        *(
+            pytest.param(module, True, marks=pytest.mark.nightly)
+            for module in MODULES
+            if module not in {"numpy", "pydantic"}
+        ),
+    ],
+)
 def test_interrupts_print_one_line_at_any_time(folder: Path, module: str, wrapped: bool) -> None:  # noqa: FBT001
     script = folder / "press.py"
     script.write_text(

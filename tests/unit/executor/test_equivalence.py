@@ -158,11 +158,11 @@ def test_cuts_between_modules_with_hidden_communication_are_removed() -> None:
 
     def build() -> nn.Module:
         notes = _Notes()
-        return nn.Sequential(block(), Writes(notes), block(), Reads(notes))
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), Writes(notes), nn.Linear(WIDTH, WIDTH), Reads(notes))
 
     found = checked(build)
     assert found.proof.cuts == len(found.loaded.chain(build()).layers) - 1
-    assert 0 < found.proof.cuts < 4
+    assert 0 < found.proof.cuts < 3
     assert all("cannot be cut after" in warning for warning in found.warnings)
     assert not found.proof.differs_recomputed
 
@@ -319,6 +319,7 @@ class ClippingSGD(torch.optim.SGD):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_layers_with_a_module_level_count_stay_in_one_stage() -> None:
     found = checked(lambda: nn.Sequential(GloballyCounted(), GloballyCounted(), block()))
     assert "0" in found.loaded.uncut

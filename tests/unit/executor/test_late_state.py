@@ -72,7 +72,7 @@ def layers(*ticks: Callable[[Late], int]) -> Callable[[], nn.Module]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tick", [in_a_dict, by_iterator])
+@pytest.mark.parametrize("tick", [in_a_dict, pytest.param(by_iterator, marks=pytest.mark.nightly)])
 def test_a_layer_that_would_count_twice_is_not_recomputed(tick: Callable[[Late], int]) -> None:
     """Two steps show no difference."""
     found = checked(layers(tick, tick))
@@ -82,7 +82,7 @@ def test_a_layer_that_would_count_twice_is_not_recomputed(tick: Callable[[Late],
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("last", [in_the_file, read_from_the_file])
+@pytest.mark.parametrize("last", [pytest.param(in_the_file, marks=pytest.mark.nightly), read_from_the_file])
 def test_layers_that_count_in_a_module_level_dict_stay_in_one_stage(last: Callable[[Late], int]) -> None:
     """Each process counts its own layers."""
     found = checked(layers(in_the_file, last))

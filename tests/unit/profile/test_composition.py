@@ -76,7 +76,7 @@ def micro_batches_of(value: Any, count: int) -> list[Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("micro_batches", [1, 2, 4])
+@pytest.mark.parametrize("micro_batches", [1, pytest.param(2, marks=pytest.mark.nightly), 4])
 @pytest.mark.parametrize("recompute", ["never", "except-last", "always"])
 @pytest.mark.parametrize("name", MODELS)
 def test_peak_of_the_chain_in_one_stage(name: str, recompute: Recompute, micro_batches: int) -> None:
@@ -113,7 +113,7 @@ def test_peak_of_the_chain_in_one_stage(name: str, recompute: Recompute, micro_b
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("micro_batches", [1, 2, 4])
+@pytest.mark.parametrize("micro_batches", [1, pytest.param(2, marks=pytest.mark.nightly), 4])
 @pytest.mark.parametrize("recompute", ["never", "always"])
 @pytest.mark.parametrize(("name", "first", "end"), [("mlp", 2, 6), ("transformer_lm", 1, 3), ("amoebanet_d", 2, 6)])
 def test_peak_of_a_middle_stage(name: str, *, first: int, end: int, recompute: Recompute, micro_batches: int) -> None:

@@ -43,7 +43,7 @@ from tests.support.explorer import (
 from tests.unit.show.samples import in_a_v, plan, profile, renamed
 from tests.unit.show.test_html import EVIL, Page
 
-EDITS = int(os.environ.get("EDITS", "120"))
+EDITS = int(os.environ.get("EDITS", "60"))
 """Number of random edits; use a thousand after changes of the cost model."""
 
 needs_node = pytest.mark.skipif(NODE is None, reason="no node on this machine")
@@ -81,7 +81,7 @@ def test_random_edits_have_the_figures_of_check(tmp_path: Path) -> None:
 def test_long_chains_have_figures_near_their_cuts_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Handles stop where the figures end, and a remark says so."""
     monkeypatch.setattr("planner.show.explore.data.MOST_BYTES", 4000)
-    cases = [question(seed) for seed in range(6)]
+    cases = [question(seed) for seed in range(3)]
     assert all(max(case.widths.values()) < len(case.data["names"]) for case in cases if case.data["devices"] > 1)
     edits = [(case, edits_of(case, seed, 10)) for seed, case in enumerate(cases)]
     for (case, wanted), answers in zip(edits, answers_of(edits, tmp_path), strict=True):
