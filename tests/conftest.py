@@ -36,6 +36,7 @@ def pytest_configure(config: pytest.Config) -> None:
         folder = tempfile.TemporaryDirectory(prefix="gpipe-plan-caches-")
         config.add_cleanup(folder.cleanup)
         os.environ["XDG_CACHE_HOME"] = known_executor(Path(folder.name))
+        os.environ["RANKS_FOLDER"] = folder.name
 
 
 @pytest.hookimpl(wrapper=True)

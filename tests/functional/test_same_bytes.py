@@ -64,7 +64,11 @@ def untimed(text: bytes, folder: Path) -> Profile:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "output", ["profile.yaml", pytest.param("sub/deep/profile.yaml", marks=pytest.mark.nightly), "sub/profile.json"]
+    "output",
+    [
+        "sub/profile.json",
+        *(pytest.param(path, marks=pytest.mark.nightly) for path in ("profile.yaml", "sub/deep/profile.yaml")),
+    ],
 )
 def test_estimated_profiles_are_equal(here: Path, capsys: Capsys, output: str) -> None:
     """Model paths in profiles are relative to the profile."""

@@ -12,9 +12,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 RIGHT = (
     "state:running_scale_attribute",
-    "hooks:mask_of_a_weight",
     "loops:freezes_and_unfreezes_the_backbone",
-    "detached:running_mean_and_deviation_of_numpy",
 )
 
 REFUSED = (
@@ -22,18 +20,20 @@ REFUSED = (
     pytest.param("backwards:deep_equilibrium_with_a_hook", marks=pytest.mark.nightly),
     pytest.param("loops:clips_each_group", marks=pytest.mark.nightly),
     pytest.param("tricks:unfreezes_gradually", marks=pytest.mark.nightly),
-    "globals:count_in_blocks",
+    pytest.param("globals:count_in_blocks", marks=pytest.mark.nightly),
     "optimizers:skips_large_steps",
     "losses:curriculum_in_forward",
     "popular:targets_in_a_dataclass",
     "loops:divides_by_the_norm_of_all_gradients",
-    "loops:unfreezes_a_planned_frozen_backbone",
+    pytest.param("loops:unfreezes_a_planned_frozen_backbone", marks=pytest.mark.nightly),
     pytest.param("hidden:memory_in_a_list_of_a_model_used_late", marks=pytest.mark.nightly),
 )
 
 LATER = tuple(
     pytest.param(name, marks=pytest.mark.nightly)
     for name in (
+        "hooks:mask_of_a_weight",
+        "detached:running_mean_and_deviation_of_numpy",
         "random:batch_of_python_and_numpy",
         "losses:ignore_index_counted",
         "structures:dict_inputs_dataclass_outputs",

@@ -109,8 +109,8 @@ def problems(draw: st.DrawFn, features: Features = Features()) -> Problem:
 
 
 def num_examples(count: int) -> int:
-    """Return `count` in `make nightly`, else a third of it."""
-    return count if os.environ.get("TIMED") else count // 3
+    """Return `count` in `make nightly`, else a fifth of it."""
+    return count if os.environ.get("TIMED") else count // 5
 
 
 def _often_large(most: int) -> st.SearchStrategy[int]:

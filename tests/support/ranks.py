@@ -1,24 +1,29 @@
 """Starts the ranks of a job as torchrun does, in a tenth of a second.
 
 Importing torch, its pipelining and transformers takes every process of every job seconds. Here one process imports
-them once, computes nothing, and forks for each rank. What concerns the launcher itself is tested with torchrun.
+them once, computes nothing, and forks a server for each test process, which forks ranks. What concerns the launcher
+itself is tested with torchrun.
 """
 
+import fcntl
 import gc
 import importlib
 import json
 import os
 import runpy
+import select
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 from tests.support.ports import free_port
 
@@ -115,13 +120,11 @@ def _ended(
 
 
 def _answer(words: dict[str, object]) -> Any:
-    """Return the answer of the process from which all ranks are forked."""
-    origin = _origin()
-    assert origin.stdin is not None
-    assert origin.stdout is not None
-    origin.stdin.write(json.dumps(words) + "\n")
-    origin.stdin.flush()
-    return json.loads(origin.stdout.readline())
+    """Return the answer of this test process's server."""
+    server = _server()
+    server.write(json.dumps(words) + "\n")
+    server.flush()
+    return json.loads(server.readline())
 
 
 def _log_of(rank: int) -> str:
@@ -129,21 +132,35 @@ def _log_of(rank: int) -> str:
     return f"rank-{rank}.log"
 
 
+_started: list["subprocess.Popen[bytes]"] = []
+"""The process that imports, if this test process started it. It ends with its standard input."""
+
+
 @cache
-def _origin() -> "subprocess.Popen[str]":
-    """Return the process from which all ranks are forked; it ends with its standard input."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "tests.support.ranks"]
-    return subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+def _server() -> TextIO:
+    """Return a connection to this test process's server. The first test process of a run starts the common origin."""
+    folder = Path(os.environ.get("RANKS_FOLDER") or tempfile.mkdtemp())
+    address, connection = str(folder / "ranks"), socket.socket(socket.AF_UNIX)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            connection.connect(address)
+        except OSError:
+            environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+            command = [sys.executable, "-m", "tests.support.ranks", address]
+            _started.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdin=subprocess.PIPE))
+            while not Path(address).exists():
+                assert _started[-1].poll() is None
+                time.sleep(0.02)
+            connection.connect(address)
+    return connection.makefile("rw")
 
 
 # The process that is forked
 
 
-def _serve() -> str:
-    """Answer requests until the standard input ends; return the script to run in a process that was forked."""
+def _serve(address: str) -> str:
+    """Fork a server for each test process, until the standard input ends; return what `_answer_all` returns."""
     for name in _USED:
         try:
             importlib.import_module(name)
@@ -152,7 +169,25 @@ def _serve() -> str:
     # Ranks collect garbage often: not among what is there for good, of which each collection took them 0.3 s.
     gc.collect()
     gc.freeze()
-    for line in sys.stdin:
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(f"{address}.new")
+    listener.listen()
+    Path(f"{address}.new").rename(address)
+    while sys.stdin not in (ready := select.select([sys.stdin, listener], [], [])[0]):
+        connection, _ = ready[0].accept()
+        if os.fork() == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            listener.close()
+            return _answer_all(connection.makefile("rw"))
+        connection.close()
+    Path(address).unlink(missing_ok=True)
+    return ""
+
+
+def _answer_all(requests: TextIO) -> str:
+    """Answer requests until there are no more; return the script to run in a process that was forked."""
+    for line in requests:
         words = json.loads(line)
         if "out" in words:
             answer: object = os.fork()
@@ -163,8 +198,8 @@ def _serve() -> str:
             answer = os.waitstatus_to_exitcode(status) if pid else None
         else:
             answer = _run(**words)
-        sys.stdout.write(json.dumps(answer) + "\n")
-        sys.stdout.flush()
+        requests.write(json.dumps(answer) + "\n")
+        requests.flush()
     return ""
 
 
@@ -232,5 +267,5 @@ def _be(environment: dict[str, str | int], arguments: list[str], output: str) ->
         os._exit(code)
 
 
-if __name__ == "__main__" and (script := _serve()):
+if __name__ == "__main__" and (script := _serve(sys.argv[1])):
     runpy.run_path(script, run_name="__main__")

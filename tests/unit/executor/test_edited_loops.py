@@ -117,8 +117,8 @@ what, given = os.environ["WHAT"], arguments("", steps=2, seed=0)
 with pipeline_script(os.environ["BALANCE"], given) as pipeline:
     build = {"shared": model.Shared, "inner": model.Inner}.get(what, torch.optim.SGD)
     optimizer = pipeline.optimizer(lambda ps: build(ps, lr=0.1, momentum=0.9))
-    second = pipeline.optimizer(lambda ps: torch.optim.Adam(ps, lr=0.1))
-    saved = checkpoints(pipeline, given, optimizer, **({"second": second} if what == "second" else {}))
+    more = {"second": pipeline.optimizer(lambda ps: torch.optim.Adam(ps, lr=0.1))} if what == "second" else {}
+    saved = checkpoints(pipeline, given, optimizer, **more)
     parameters = [parameter for _, parameter in pipeline.named_parameters()]
     if what == "freeze":
         [parameter.requires_grad_(pipeline.is_last) for parameter in parameters]
@@ -158,7 +158,7 @@ with pipeline_script(os.environ["BALANCE"], given) as pipeline:
                 [p.grad.mul_(0.1) for name, p in pipeline.named_parameters() if name < "2"]
                 [gradient.mul_(0.5**step) for gradient in gradients]
                 [gradient.clamp_(-0.5, 0.5) for gradient in gradients]
-            for each in (second, optimizer) if what == "second" else (optimizer,):
+            for each in (*more.values(), optimizer):
                 each.step()
             optimizer.zero_grad()
         average.update_parameters(averaged)
@@ -341,9 +341,8 @@ def test_checkpoints_contain_what_state_dicts_contain(folder: Path, what: str, c
     """An optimizer may share state between parameters or add to `state_dict`; modules may have an extra state."""
     case = Case(model=folder / "model.py", balance=(2, 2), settings=(("counts", counts),))
     write_balance(case, folder / "plan.yaml")
-    whole = train(folder, what, "plan", 4)
-    train(folder, what, "plan", 2, "--checkpoint=checkpoints")
-    rest = train(folder, what, "plan", 4, "--checkpoint=checkpoints", "--resume=auto")
+    whole = train(folder, what, "plan", 4, "--checkpoint=checkpoints", "--checkpoint-every=2")
+    rest = train(folder, what, "plan", 4, "--checkpoint=resumed", "--resume=checkpoints/step-00000002")
     assert "warning: checkpoints" not in rest
     assert [loss_of(rest, step) for step in (0, 1)] == [loss_of(whole, step) for step in (2, 3)]
 

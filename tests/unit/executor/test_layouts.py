@@ -16,7 +16,7 @@ RECURRENT = {"kind": "recurrent"}
 LATER = pytest.mark.nightly
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv", *(pytest.param(n, marks=LATER) for n in ("gpipe", "interleaved"))])
+@pytest.mark.parametrize("schedule", ["1f1b", *(pytest.param(n, marks=LATER) for n in ("gpipe", "interleaved", "zbv"))])
 def test_gradients_with_permuted_boundaries_equal_the_model(tmp_path: Path, schedule: ScheduleName) -> None:
     """For a smaller last mini-batch, and in evaluation: an LSTM returns time-first memory."""
     is_chunked = SCHEDULES[schedule].is_chunked

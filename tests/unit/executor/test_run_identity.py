@@ -1,8 +1,6 @@
 """Tests that checkpoints of other runs and of abandoned branches are neither removed nor resumed."""
 
 import shutil
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -16,7 +14,8 @@ from planner.executor.keep import folder_lock, saved
 from planner.executor.keep.folder_lock import FolderLock
 from planner.executor.keep.index import check_rank_files, read_index
 from tests.support.cli import MODEL
-from tests.support.training import ROOT
+from tests.support.processes import wait_for
+from tests.support.ranks import ForkedProcess
 from tests.unit.executor.test_checkpoint import GROUPS, train
 from tests.unit.executor.test_pipeline import balance_of
 
@@ -146,16 +145,19 @@ def test_two_jobs_in_one_folder_are_refused(path: Path, folder: Path, monkeypatc
     """A killed job no longer holds the folder."""
     monkeypatch.setattr(folder_lock, "_WAIT_S", 0.3)
     folder.mkdir()
-    with subprocess.Popen([sys.executable, "-c", HOLDS, str(folder)], cwd=ROOT, stdout=subprocess.PIPE) as other:
-        assert other.stdout.readline() == b"holds\n"
-        with pytest.raises(UsageError, match=rf"another job writes checkpoints into .* \(process {other.pid} on"):
-            train(path, 2, folder=str(folder))
-        assert names_in(folder) == [".lock"]
-        timer = threading.Timer(0.2, other.kill)
-        timer.start()
-        monkeypatch.setattr(folder_lock, "_WAIT_S", 30.0)
-        FolderLock(folder).release()
-        timer.join()
+    script, out = path.with_name("holds.py"), path.with_name("holds.out")
+    script.write_text(HOLDS)
+    other = ForkedProcess([str(script), str(folder)], folder, out=out, err=path.with_name("holds.err"))
+    wait_for(lambda: out.read_text() == "holds\n")
+    with pytest.raises(UsageError, match=rf"another job writes checkpoints into .* \(process {other.pid} on"):
+        train(path, 2, folder=str(folder))
+    assert names_in(folder) == [".lock"]
+    timer = threading.Timer(0.2, other.kill)
+    timer.start()
+    monkeypatch.setattr(folder_lock, "_WAIT_S", 30.0)
+    FolderLock(folder).release()
+    timer.join()
+    other.wait()
     train(path, 2, folder=str(folder))
     assert names_in(folder) == ["step-00000002"]
 

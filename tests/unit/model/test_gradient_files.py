@@ -23,7 +23,7 @@ from tests.support.measure import loaded_model
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-WIDTH, LAYERS = 1100, 12
+WIDTH, LAYERS = 1100, 6
 
 
 def _stack() -> nn.Sequential:

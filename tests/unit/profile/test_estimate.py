@@ -1,6 +1,7 @@
 """Profiles of devices that are not in this machine: memory as in a real run, times by the data sheet."""
 
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,12 @@ def loss_of_first_word(output: Tensor, _targets: Any) -> Tensor:
     return cross_entropy(output, torch.zeros(len(output), dtype=torch.long))
 
 
+@cache
+def estimated_blocks() -> Profile:
+    """Return a profile of `blocks` with AdamW."""
+    return estimated(loaded_model(blocks, words, loss_fn=loss_of_first_word, build_optimizer=torch.optim.AdamW), 2)
+
+
 def split_memory(costs: ChainCosts, first: int, end: int) -> dict[str, float]:
     """Return the memory components of a stage with split backward, by name."""
     stage = stage_table(
@@ -77,7 +84,7 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
 @pytest.mark.slow
 def test_an_estimated_device_has_an_assumed_reserve() -> None:
     """The profile states it, and it is the default of `solve`."""
-    profile = estimated(loaded_model(blocks, words, loss_fn=loss_of_first_word), 2)
+    profile = estimated_blocks()
     assert profile.device.reserve_bytes == ASSUMED_RESERVE_BYTES == 10**9
     assert "reserve 954 MiB, assumed" in profile_text(profile, Style(width=100, color=False))
     request = request_of(
@@ -211,7 +218,7 @@ def test_estimated_backwards_are_split_by_operator() -> None:
 
 @pytest.mark.slow
 def test_an_estimated_profile_names_its_device() -> None:
-    profile = estimated(loaded_model(blocks, words, loss_fn=loss_of_first_word), 2)
+    profile = estimated_blocks()
     assert (profile.device.how, profile.device.kind) == ("estimated", "cuda")
     assert profile.device.name == "NVIDIA H100 80GB HBM3"
     assert profile.device.memory_bytes == 80 * 10**9
@@ -220,7 +227,7 @@ def test_an_estimated_profile_names_its_device() -> None:
 @pytest.mark.slow
 def test_an_estimated_gpu_steps_all_parameters_at_once() -> None:
     """As AdamW does by default on a GPU."""
-    profile = estimated(loaded_model(blocks, words, loss_fn=loss_of_first_word, build_optimizer=torch.optim.AdamW), 2)
+    profile = estimated_blocks()
     assert profile.optimizer_peak == "sum"
     assert all(layer.optimizer_peak_bytes == layer.parameter_bytes for layer in profile.layers)
 

@@ -83,9 +83,9 @@ AMOEBANET += ((72, 512, 1_844_858_344),)
                 {**PAPER_TRANSFORMER, "layers": count},
                 count + 2,
                 131_108_096 + 50_358_272 * count,
-                marks=pytest.mark.slow,
+                marks=marks,
             )
-            for count in (3, 13, 103, 415, 1663)
+            for count, marks in ((3, ()), (13, ()), (103, ()), (415, pytest.mark.slow), (1663, pytest.mark.nightly))
         ),
         *(
             ("amoebanet_d", {"num_layers": count, "num_filters": width, "num_classes": 1000}, count + 6, parameters)
@@ -155,7 +155,9 @@ def test_loss_is_the_mean_over_the_samples(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.nightly] if name == "resnet" else []) for name in NAMES]
+)
 def test_loss_falls_by_5_percent_in_12_steps(name: str) -> None:
     torch.manual_seed(0)
     sample = load(name)

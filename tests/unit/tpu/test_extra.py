@@ -1,20 +1,20 @@
 """Packages of the extra `tpu`."""
 
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
 
 from planner.tpu.extra import chip_of_device
+from tests.support.ranks import run_ranks
 
 
 @pytest.mark.slow
-def test_only_the_compiler_imports_jax() -> None:
+def test_only_the_compiler_imports_jax(tmp_path: Path) -> None:
     """Before that, processes are forked and settings made."""
     modules = "planner.profile, planner.tpu.backend, planner.tpu.training, planner.tpu.compiler"
     code = f"import sys, {modules}; sys.exit('jax' in sys.modules or 'torchax' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], check=False)
-    assert done.returncode == 0
+    (tmp_path / "imports.py").write_text(code)
+    run_ranks(1, ["imports.py"], tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -151,7 +151,7 @@ def check_against_torch(
     [
         pytest.param((5,), 2, (), marks=pytest.mark.nightly),
         pytest.param((2, 3), 1, (), marks=pytest.mark.nightly),
-        ((1, 4), 4, ("always", "never")),
+        pytest.param((1, 4), 4, ("always", "never"), marks=pytest.mark.nightly),
         ((1, 1, 1, 2), 2, ("layers", "never", "always", "layers")),
     ],
 )
