@@ -56,7 +56,10 @@ def test_hard_cases_are_planned_within_a_known_step(capsys, tmp_path, arguments,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("schedule", "row"), [("1f1b", "1F1B takes {:.0f} ms"), ("zbv", None), ("v-half", None)])
+@pytest.mark.parametrize(
+    ("schedule", "row"),
+    [("1f1b", "1F1B takes {:.0f} ms"), ("zbv", None), pytest.param("v-half", None, marks=pytest.mark.nightly)],
+)
 def test_the_example_of_schedules_in_little_memory_is_current(capsys, tmp_path, schedule, row):
     page = (Path(__file__).parents[2] / "docs" / "schedules.md").read_text(encoding="utf-8")
     devices = ("--devices", "8", "--mem", "1GB", "--batch", "16", "--micro-batches", "16", "--headroom", "0%")

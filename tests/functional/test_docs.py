@@ -83,9 +83,9 @@ def prepare(page: str, folder: Path) -> None:
         )
     if page in {"README", "guide"}:
         model = next(b for b in blocks(PAGES[page], "python") if "def build_model" in b)
-        (folder / "model.py").write_text(model.replace("depth: int = 12", "depth: int = 6"))
+        (folder / "model.py").write_text(model.replace("depth: int = 12", "depth: int = 4"))
         config = (ROOT / "sample_models" / "configurations" / "llama-3-70b" / "config.json").read_text()
-        (folder / "config.json").write_text(config.replace('"num_hidden_layers": 80', '"num_hidden_layers": 16'))
+        (folder / "config.json").write_text(config.replace('"num_hidden_layers": 80', '"num_hidden_layers": 8'))
     if page == "training":
         (folder / "model.py").write_text(BLOCKS)
         run("gpipe-plan profile model.py --batch-sizes 2", folder)

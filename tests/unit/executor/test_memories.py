@@ -92,7 +92,7 @@ def test_a_memory_of_one_layer_is_not_recomputed() -> None:
 
 @pytest.mark.slow
 def test_layers_with_a_module_level_memory_stay_in_one_stage() -> None:
-    found = checked(nn.Linear(WIDTH, WIDTH), Memory(), Memory(), nn.Linear(WIDTH, WIDTH))
+    found = checked(nn.Linear(WIDTH, WIDTH), Memory(), Memory())
     assert found.loaded.uncut == ("1",)
     assert 'the number of tensors in "BANK"' in found.warnings[0]
 

@@ -84,7 +84,9 @@ def check_own(build: Build, names: Sequence[str], *, needed: Sequence[str] = ())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.nightly] if name == "resnet" else []) for name in SMALL]
+)
 def test_stages_of_sample_models_are_built_alone(name: str) -> None:
     build = load_model(str(SAMPLE_MODELS / f"{name}.py"), settings=SMALL[name]).build
     with torch.device("meta"):
