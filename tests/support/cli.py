@@ -77,12 +77,12 @@ def no_proof(monkeypatch: pytest.MonkeyPatch) -> None:
     import planner.executor
     from planner.executor.build.building import build_structure
 
-    def verified(loaded, **_):
+    def verified(loaded, *_, **__):
         layers = len(build_structure(loaded).layers)
         proof = Proof(layers=layers, cuts=layers - 1, gradients=1, states=1)
         return planner.executor.EquivalenceResult(loaded=loaded, proof=proof, warnings=())
 
-    monkeypatch.setattr(planner.executor, "check_equivalence", verified)
+    monkeypatch.setattr(planner.executor, "check_without_gpu", verified)
 
 
 def no_calibration(monkeypatch: pytest.MonkeyPatch) -> None:
