@@ -244,16 +244,17 @@ def _update_error(what: str) -> ModelError:
     )
 
 
-def ghost_like(tensor: Tensor, device: torch.device, origin: str = "") -> Ghost:
+def ghost_like(tensor: Tensor, device: torch.device, origin: str = "", *, offset: int = 0) -> Ghost:
     """Return a ghost (tensor without values) with the shape, strides and dtype of `tensor`.
 
     Args:
         tensor: Tensor to imitate.
         device: Device that the ghost reports.
         origin: Name of the tensor of another stage that the ghost replaces; empty if only a shape is needed.
+        offset: Offset of the ghost in its storage.
     """
     with _without_tracing():
-        return ghost_of_shape(tensor.shape, tensor.dtype, device, origin=origin, strides=tensor.stride())
+        return ghost_of_shape(tensor.shape, tensor.dtype, device, origin=origin, strides=tensor.stride(), offset=offset)
 
 
 def ghost_of_shape(
@@ -263,6 +264,7 @@ def ghost_of_shape(
     *,
     origin: str,
     strides: Sequence[int] | None = None,
+    offset: int | None = None,
 ) -> Ghost:
     """Return a ghost (tensor without values). No operator runs, so modes that watch operators do not see this call.
 
@@ -272,9 +274,12 @@ def ghost_of_shape(
         device: Device that the ghost reports.
         origin: Name of the tensor of another stage that the ghost replaces; empty if only a shape is needed.
         strides: Strides of the ghost; None for a contiguous tensor.
+        offset: Offset of the ghost in its storage; only with `strides`.
     """
     kind = AbsentGhost if origin else Ghost
-    ghost: Ghost = Tensor._make_wrapper_subclass(kind, shape, strides=strides, dtype=dtype, device=device)
+    ghost: Ghost = Tensor._make_wrapper_subclass(
+        kind, shape, strides=strides, storage_offset=offset, dtype=dtype, device=device
+    )
     ghost.origin = origin
     return ghost
 
@@ -357,7 +362,8 @@ def _needs_values(func: Any, origin: str) -> Exception:
 
 
 def _wrapped(inner: FakeTensor, origin: str) -> Ghost:
-    ghost = ghost_like(inner, inner.device, origin)
+    # The recorder tells views of one storage, such as the results of `chunk`, apart by their offsets.
+    ghost = ghost_like(inner, inner.device, origin, offset=int(inner.storage_offset()))
     ghost._fake = inner
     return ghost
 

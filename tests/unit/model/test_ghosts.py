@@ -72,6 +72,11 @@ def test_changed_strides_and_options_change_the_results_of_ghosts() -> None:
     assert (ghost.long() + 1.0).dtype == torch.float32
 
 
+def test_views_of_a_ghost_have_different_offsets() -> None:
+    ghost = ghost_like(torch.randn(2, 8), torch.device("cpu"))
+    assert [half.storage_offset() for half in (ghost * 2).chunk(2, dim=1)] == [0, 4]
+
+
 class Stack(nn.Module):
     def __init__(self, kind: Callable[..., nn.Module]) -> None:
         super().__init__()
