@@ -236,7 +236,7 @@ def _add_items(numbers: dict[str, float], name: str, value: Collection[Any], dep
     items = value.items() if isinstance(value, dict) else enumerate(value)
     # Stages delete the tensors that a forward leaves behind, so tensors are counted separately.
     held = value.values() if isinstance(value, dict) else value
-    num_tensors = sum(isinstance(item, Tensor) for item in held)
+    num_tensors = sum(_has_only_tensors(item) for item in held)
     numbers[f"{name}.length"] = len(value) - num_tensors
     if num_tensors:
         numbers[name + TENSORS] = num_tensors
@@ -247,6 +247,11 @@ def _add_items(numbers: dict[str, float], name: str, value: Collection[Any], dep
     rest = [item for item in itertools.islice(held, _MOST_ITEMS, _MOST_NUMBERS) if type(item) in NUMBERS]
     if rest:
         numbers[f"{name}.rest"] = zlib.crc32(repr(rest).encode())
+
+
+def _has_only_tensors(value: Any) -> bool:
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return isinstance(value, Tensor) or (bool(items) and all(map(_has_only_tensors, items)))
 
 
 def _add_fields(numbers: dict[str, float], name: str, fields: Mapping[str, Any], depth: int) -> None:

@@ -118,6 +118,12 @@ def test_leftover_tensors_are_dropped() -> None:
     assert without_leftover_tensors(found, ["x.kept.tensor"]) == {"x.length": 0, "x.kept.tensor": 2.0}
 
 
+def test_entries_of_a_cache_that_have_only_tensors_do_not_count() -> None:
+    pair = (torch.ones(2), {"sin": torch.ones(2)})
+    assert numbers_of_attribute({8: pair})["x.length"] == 0
+    assert numbers_of_attribute({8: (*pair, 1)})["x.length"] == 1
+
+
 @pytest.mark.parametrize(
     "draw",
     [
