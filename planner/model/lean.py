@@ -8,10 +8,12 @@ Layers that are measured get random parameters, because their cost does not depe
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from planner.model.module_tensors import (
     copy_attributes,
@@ -25,9 +27,23 @@ _SPREAD = 0.02
 """Standard deviation of random parameters, which keeps outputs far from overflow and from denormal numbers."""
 
 
+class StrictOperators(TorchDispatchMode):
+    """Torch dispatch mode in which an operator that the meta device lacks raises a `RuntimeError`.
+
+    Torch raises a `NotImplementedError`, which parametrizations catch. The model would then lack a buffer.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operator."""
+        try:
+            return func(*args, **(kwargs or {}))
+        except NotImplementedError as error:
+            raise RuntimeError(str(error)) from error
+
+
 def build_lean(build: Callable[[], nn.Module]) -> nn.Module:
     """Return the model that `build` makes, with parameters that take no memory."""
-    with _without_parameters():
+    with _without_parameters(), StrictOperators():  # type: ignore[no-untyped-call]
         model = build()
     # A module may have made a list of its parameters before it registered them: the list still has the original ones.
     replace_attribute_tensors(model, lambda tensor: vars(tensor).get("_empty", tensor))

@@ -19,7 +19,7 @@ from planner.model.closures import other_reachable_tensors
 from planner.model.copying import copy_module
 from planner.model.ghosts import Ghost, ghost_like
 from planner.model.growth import SIZES
-from planner.model.lean import allocate_parameters
+from planner.model.lean import StrictOperators, allocate_parameters
 from planner.model.load import LoadedModel
 from planner.model.module_tensors import (
     attribute_tensors,
@@ -61,7 +61,7 @@ def build_structure(loaded: LoadedModel) -> Chain:
     """
     full: nn.Module | None = None  # the model with values
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), StrictOperators():  # type: ignore[no-untyped-call]
             model = loaded.build()
     except Exception:  # the construction may read values; an error in the user's code occurs here again
         model = full = loaded.build()
