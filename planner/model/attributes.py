@@ -17,8 +17,9 @@ from torch.utils._pytree import tree_leaves
 from planner.model.leaves import TensorLeaf, is_plain
 from planner.model.nests import ABSENT, Nest, flatten, unflatten
 
-OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"forward"}  # libraries replace `forward`
-"""Names of the attributes that every `nn.Module` has. They hold no state of a model."""
+# Libraries replace `forward`. `torch.compile` and `module.compile()` set the others.
+OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"forward", "_compiled_call_impl", "_torchdynamo_wrapper_id"}
+"""Names of the attributes that every `nn.Module` may have. They hold no state of a model."""
 
 
 _DEEPEST = 3

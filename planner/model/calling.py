@@ -15,13 +15,32 @@ def arguments_of(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (tuple(inputs), {}) if isinstance(inputs, tuple | list) else ((inputs,), {})
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Return True if a module is compiled, by `torch.compile(module)` or `module.compile()`."""
+    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+
+
+def modules_not_inside_compiled(model: nn.Module) -> list[nn.Module]:
+    """Return the modules of a model, except those inside a compiled module, which is not cut."""
+    inside = {id(m) for outer in model.modules() if is_compiled(outer) for m in outer.modules() if m is not outer}
+    return [module for module in model.modules() if id(module) not in inside]
+
+
 @contextmanager
 def intercept_calls(modules: Iterable[nn.Module], run: Callable[..., Any]) -> Iterator[None]:
-    """Replace each module's forward in the `with` block by `run(module, forward, args, kwargs)`."""
+    """Replace each module's forward in the `with` block by `run(module, forward, args, kwargs)`.
+
+    Of a compiled module (`module.compile()`), the compiled forward is replaced, so that `run` is not compiled.
+    """
     with ExitStack() as stack:
         for module in dict.fromkeys(modules):
-            stack.callback(restore_forward, module, vars(module).get("forward"))
-            module.__dict__["forward"] = _wrapper(module, module.forward, run)
+            compiled = module._compiled_call_impl
+            if compiled is not None:
+                stack.callback(setattr, module, "_compiled_call_impl", compiled)
+                module._compiled_call_impl = _wrapper(module, compiled, run)
+            else:
+                stack.callback(restore_forward, module, vars(module).get("forward"))
+                module.__dict__["forward"] = _wrapper(module, module.forward, run)
         yield
 
 

@@ -22,6 +22,7 @@ from planner.core.errors import ModelError
 from planner.core.values.precision import Precision
 from planner.core.values.profile import Granularity, Setting
 from planner.model.attributes import value_at
+from planner.model.calling import is_compiled
 from planner.model.closures import other_reachable_tensors
 from planner.model.ghosts import memory_key, storage_key
 from planner.model.growth import SIZES
@@ -139,7 +140,7 @@ def chain_of(
             f'"{scripted[0]}" is a TorchScript module (`torch.jit.script` or `trace`): it hides its layers and tensors',
             hint="leave the module as plain Python: `torch.jit.script` only after training",
         )
-    if hasattr(model, "_orig_mod"):
+    if is_compiled(model) and not _is_plain_sequential(model):
         raise ModelError(
             "the model is compiled as a whole by `torch.compile`, which hides its layers",
             hint="compile its blocks instead, or leave `torch.compile` out",

@@ -1,7 +1,9 @@
 """Watch torch's operators as they run, and find out which tensors they write and whether results depend on values."""
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from contextlib import ExitStack
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
@@ -26,6 +28,18 @@ class OperatorWatch(TorchDispatchMode):
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._before, self._after = before, after
+        self._stances = ExitStack()
+
+    def __enter__(self) -> Self:
+        """Begin to watch, without compiled code: in a dispatch mode, `torch.compile(fullgraph=True)` fails."""
+        if "torch._dynamo" in sys.modules:
+            self._stances.enter_context(torch.compiler.set_stance("force_eager"))
+        return cast("Self", super().__enter__())  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: object) -> None:
+        """Stop watching, and allow compiled code again."""
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._stances.close()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call `before`, run the operator, and call `after`."""

@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from planner.model.attributes import AttributeSnapshot, stored_leaves
-from planner.model.calling import arguments_of, intercept_calls
+from planner.model.calling import arguments_of, intercept_calls, modules_not_inside_compiled
 from planner.model.carried_state import (
     AttributeKey,
     SecondForward,
@@ -125,7 +125,8 @@ class _ForwardRecorder:
     def output_of(self, model: nn.Module, inputs: Any) -> Any:
         args, kwargs = arguments_of(inputs)
         try:
-            with intercept_calls(model.modules(), self.run), OperatorWatch(after=self.note_operator):
+            modules = modules_not_inside_compiled(model)
+            with intercept_calls(modules, self.run), OperatorWatch(after=self.note_operator):
                 return model(*args, **kwargs)
         except RuntimeError:
             path = self.recording.calls[self._stack[-1]].path if self._stack else ""

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +36,7 @@ from planner.core.errors import ModelError
 from planner.core.values.units import pluralize
 from planner.model.autocast import autocast_dtype
 from planner.model.backward_code import record_model_code
-from planner.model.calling import arguments_of
+from planner.model.calling import arguments_of, intercept_calls
 from planner.model.gradient_files import keep_gradients_in_files
 from planner.model.label_counts import label_count
 from planner.model.lean import allocate_parameters
@@ -359,6 +360,8 @@ def _seeded_layers(model: nn.Module, options: ReferenceOptions) -> Iterator[Call
         seed_host(layer_seed(options.seed, now[0], layer, now[1]))
 
     def passed(module: nn.Module, *, at_end: bool) -> None:
+        if torch.compiler.is_compiling():
+            return
         calls[id(module), at_end] += 1
         layer = layer_at.get((id(module), calls[id(module), at_end], at_end))
         if layer is not None:
@@ -369,10 +372,18 @@ def _seeded_layers(model: nn.Module, options: ReferenceOptions) -> Iterator[Call
         calls.clear()
         plant(0)
 
+    def run_compiled(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        passed(module, at_end=False)
+        result = forward(*args, **kwargs)
+        passed(module, at_end=True)
+        return result
+
+    compiled = [module for module in model.modules() if module._compiled_call_impl is not None]
     entering = register_module_forward_pre_hook(lambda module, _: passed(module, at_end=False))
     leaving = register_module_forward_hook(lambda module, *_: passed(module, at_end=True))
     try:
-        yield begin_micro_batch
+        with intercept_calls(compiled, run_compiled):
+            yield begin_micro_batch
     finally:
         entering.remove()
         leaving.remove()

@@ -50,6 +50,11 @@ LATER = tuple(
         "loops:goes_back_to_the_best_weights",
         "popular:muon_shares_its_work",
         "everyday:vmapped_ensemble_of_mlps",
+        "architectures:chunked_results_cross",
+        "architectures:pairs_of_tables_cached_in_the_model",
+        "architectures:orthogonal_rectangle",
+        "architectures:compiled_in_place_as_full_graphs",
+        "architectures:compiled_sequentials_as_full_graphs",
     )
 )
 """Right models for `make nightly`."""

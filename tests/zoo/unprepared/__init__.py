@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.zoo.unprepared import (
+    architectures,
     autograd_hooks,
     backwards,
     caches,
@@ -165,6 +166,7 @@ def unprepared_models() -> tuple[UnpreparedModel, ...]:
         "backwards": backwards,
         "detached": without_gradients,
         "uncommon": uncommon,
+        "architectures": architectures,
     }
     return tuple(
         UnpreparedModel(kind=kind, name=name, text=text)

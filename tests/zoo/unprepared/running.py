@@ -400,6 +400,8 @@ def _planted(model: nn.Module, starts: Sequence[LayerStart | None]) -> Iterator[
         seed_host(layer_seed(SEED, step, 0, micro_batch))
 
     def passed(module: nn.Module, *_: Any, at_end: bool) -> None:
+        if torch.compiler.is_compiling():
+            return
         calls[id(module), at_end] += 1
         layer = layers.get((id(module), calls[id(module), at_end], at_end))
         if layer is not None:
@@ -409,6 +411,16 @@ def _planted(model: nn.Module, starts: Sequence[LayerStart | None]) -> Iterator[
         register_module_forward_pre_hook(partial(passed, at_end=False)),
         register_module_forward_hook(partial(passed, at_end=True)),
     ]
+
+    def run_compiled(module: nn.Module, compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        passed(module, at_end=False)
+        result = compiled(*args, **kwargs)
+        passed(module, at_end=True)
+        return result
+
+    for module in model.modules():
+        if module._compiled_call_impl is not None:
+            module._compiled_call_impl = partial(run_compiled, module, module._compiled_call_impl)
     try:
         yield begin
     finally:
