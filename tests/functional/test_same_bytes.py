@@ -17,7 +17,7 @@ from planner.core.values.profile import LayerProfile, Model, Profile
 from planner.emit import ENGINES
 from tests.support import gate
 from tests.support.chains import compiled
-from tests.support.cli import call, environment, no_calibration, write_model
+from tests.support.cli import call, environment, no_calibration, no_proof, write_model
 
 Capsys = pytest.CaptureFixture[str]
 
@@ -116,6 +116,7 @@ def test_an_interrupted_profile_is_continued_from_python(here: Path, monkeypatch
         raise KeyboardInterrupt
 
     no_calibration(monkeypatch)
+    no_proof(monkeypatch)
     write_model(here)
     notes: list[str] = []
     with monkeypatch.context() as patch:
