@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from planner.core.errors import ModelError
 from planner.core.values.profile import Granularity
+from planner.model.calling import is_compiled
 from planner.model.cuts import PossibleCuts
 from planner.model.growth import (
     SIZES,
@@ -180,10 +181,13 @@ def outline_of(
         problems.append(f"the stages after {', '.join(uncut)} do not train as the model does")
     if not ends:
         why = f": {problems[0]}" if problems else ", it has a single layer with parameters"
-        raise ModelError(
-            f"the model ({type(model).__name__}) cannot be cut{why}",
-            hint="split it into modules that return what the following ones need, such as blocks in an nn.ModuleList",
-        )
+        compiled = [path for path, module in model.named_modules() if is_compiled(module)]
+        hint = "split it into modules that return what the following ones need, such as blocks in an nn.ModuleList"
+        if compiled:
+            hint = (
+                f'a compiled module is not cut: compile the blocks of "{compiled[0]}" instead, or leave compilation out'
+            )
+        raise ModelError(f"the model ({type(model).__name__}) cannot be cut{why}", hint=hint)
     return _outline_of_cuts(cuts, model, ends, shapes, prevented=_prevented(problems, cuts.num_tried))
 
 

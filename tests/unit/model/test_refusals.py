@@ -89,6 +89,20 @@ def test_a_model_compiled_as_a_whole_is_refused() -> None:
     assert "compile its blocks" in refused.value.hint
 
 
+def test_a_model_whose_backbone_is_compiled_gets_a_hint() -> None:
+    class Wrapper(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.backbone = torch.compile(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2)), backend="eager")
+
+        def forward(self, value: Tensor) -> Any:
+            return self.backbone(value)
+
+    with pytest.raises(ModelError, match="cannot be cut") as refused:
+        chain_of(Wrapper(), lambda size: torch.randn(size, WIDTH))
+    assert 'compile the blocks of "backbone"' in refused.value.hint
+
+
 def test_a_forward_that_takes_a_dict_as_one_argument_gets_a_hint_on_keyword_arguments() -> None:
     class TakesDict(Blocks):
         def forward(self, batch: dict[str, Tensor]) -> Tensor:
