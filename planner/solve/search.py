@@ -219,20 +219,19 @@ def _with_own_orders(
     *,
     improved: Answer | None = None,
 ) -> SearchedCases:
-    # `improved` is the result of a search from the best searched plan. If it is one of the starts, that search found
-    # nothing better.
+    # `improved` is the result of a search from the best searched plan, so it is no start.
     best = searched.best
     if best is None or searched.bound_us >= best.step_us:
         return searched
     own = {key_without_schedule(case): case for case in cases}
     # Plans that are almost equally fast may lead to very different orders.
-    tied = [a for a in searched.answers.values() if a.partition is not None and a.step_us <= best.step_us * _TIED]
-    starts = {key_without_schedule(a.case): a for a in sorted(tied, key=lambda a: -a.step_us)}
-    starts = {key_without_schedule(best.case): best, **dict(reversed(starts.items()))}
+    starts: dict[tuple[object, ...], Answer] = {}
+    for answer in sorted([best, *searched.answers.values()], key=lambda answer: answer.step_us):
+        is_tied = answer.partition is not None and answer.step_us <= best.step_us * _TIED
+        if is_tied and (improved is None or _cuts_and_order(answer) != _cuts_and_order(improved)):
+            starts.setdefault(key_without_schedule(answer.case), answer)
     chosen = [(own[key], start) for key, start in starts.items() if key in own][:_MOST_STARTS]
     for case, start in chosen:
-        if improved is not None and _cuts_and_order(start) == _cuts_and_order(improved):
-            continue
         again = _improved_orders(case, start, request, deadline, most=MOST_ACTIONS_OF_SEARCH // len(chosen))
         best = again if again is not None and again.step_us < best.step_us else best
     return searched._replace(best=best)

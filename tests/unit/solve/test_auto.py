@@ -338,6 +338,12 @@ def test_orders_are_searched_from_two_plans_if_both_are_almost_equally_fast(monk
     begun.clear()
     search._with_own_orders(first, own, request, NEVER, improved=answers[0])
     assert list(begun) == starts[1:]
+    # The improved plan does not hide a slower one with as many chunks, from which no orders were searched.
+    begun.clear()
+    improved = answers[2]._replace(step_us=99.9, partition=answers[2].case.partition([0, 5, 8, 12, 16], [0] * 4))
+    first.answers[methods.CaseKey.of(improved.case)] = improved
+    search._with_own_orders(first, own, request, NEVER, improved=improved)
+    assert list(begun) == starts
 
 
 def answers_of(steps_us: dict[str, float]) -> dict[methods.CaseKey, Answer]:
