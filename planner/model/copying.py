@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from types import FunctionType, MappingProxyType, ModuleType
+from types import CellType, FunctionType, MappingProxyType, ModuleType
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -34,7 +34,54 @@ def _deepcopy(module: _Module, memo: dict[int, Any]) -> _Module:
     for value, made in zip(dicts, copies, strict=True):
         made.update(copy.deepcopy(dict(value), memo))
         made.__dict__ = made
+    _bind_functions_to_copies(copied, memo)
     return copied
+
+
+def _bind_functions_to_copies(copied: Any, memo: dict[int, Any]) -> None:
+    # Python does not copy functions: `self.head = lambda x: x @ self.embed.weight.T` would read the original's weight.
+    todo, visited = [copied], dict[int, Any]()
+    while todo:
+        value = todo.pop()
+        is_shared = memo.get(id(value)) is value  # with the original
+        if id(value) in visited or is_shared or isinstance(value, type | ModuleType | FunctionType | Tensor):
+            continue
+        visited[id(value)] = value
+        for container, key, item in tuple(_entries(value)):
+            if isinstance(item, FunctionType) and any(map(_has_module, item.__closure__ or ())):
+                container[key] = memo.setdefault(id(item), _bound(item, memo))
+        todo += _parts(value)
+
+
+def _entries(value: Any) -> Iterator[tuple[Any, Any, Any]]:
+    """Yield each dict or list that is `value` or has its attributes, with each key and item."""
+    for container in (value, getattr(value, "__dict__", None)):
+        if isinstance(container, dict | list):
+            items = container.items() if isinstance(container, dict) else enumerate(container)
+            yield from ((container, key, item) for key, item in items)
+
+
+def _has_module(cell: CellType) -> bool:
+    try:
+        return isinstance(cell.cell_contents, nn.Module | Tensor)
+    except ValueError:  # the variable has no value yet
+        return False
+
+
+def _bound(function: FunctionType, memo: Mapping[int, Any]) -> FunctionType:
+    """Return a copy of a function that refers to the copies in `memo` of its modules and tensors."""
+    cells = tuple(
+        CellType(memo.get(id(cell.cell_contents), cell.cell_contents)) if _has_module(cell) else cell
+        for cell in function.__closure__ or ()
+    )
+    bound = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)
+    bound.__kwdefaults__, bound.__qualname__, bound.__module__ = (
+        function.__kwdefaults__,
+        function.__qualname__,
+        function.__module__,
+    )
+    vars(bound).update(vars(function))
+    return bound
 
 
 def _attribute_dicts(module: Any) -> Iterator[dict[str, Any]]:

@@ -52,6 +52,29 @@ def test_a_copy_shares_only_objects_that_cannot_be_copied(tmp_path: Path) -> Non
     made.file.close()
 
 
+class Tied(nn.Module):
+    """Model whose head is a function that refers to the model, as in libraries with tied embeddings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(3, 2)
+        self.heads = [lambda hidden: hidden @ self.embed.weight.T]
+        self.embed.register_forward_hook(lambda _module, _args, output: output + self.embed.weight.sum())
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        return self.heads[0](self.embed(words))
+
+
+def test_functions_of_a_copy_refer_to_the_copy() -> None:
+    model = Tied()
+    words, copied = torch.tensor([0, 2]), copy_module(model)
+    before = model(words)
+    assert torch.equal(copied(words), before)
+    nn.init.zeros_(copied.embed.weight)
+    assert not copied(words).any()
+    assert torch.equal(model(words), before)
+
+
 class Settings(dict[str, Any]):
     """Dict with attributes, a common idiom. Python cannot copy it, because `copy` reads `__deepcopy__`."""
 
