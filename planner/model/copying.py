@@ -69,17 +69,14 @@ def _has_module(cell: CellType) -> bool:
 
 
 def _bound(function: FunctionType, memo: Mapping[int, Any]) -> FunctionType:
-    """Return a copy of a function that refers to the copies in `memo` of its modules and tensors."""
+    """Return a copy of a function whose variables refer to copies: `memo` maps the `id()` of originals to them."""
     cells = tuple(
         CellType(memo.get(id(cell.cell_contents), cell.cell_contents)) if _has_module(cell) else cell
         for cell in function.__closure__ or ()
     )
     bound = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)
-    bound.__kwdefaults__, bound.__qualname__, bound.__module__ = (
-        function.__kwdefaults__,
-        function.__qualname__,
-        function.__module__,
-    )
+    bound.__kwdefaults__, bound.__qualname__ = function.__kwdefaults__, function.__qualname__
+    bound.__module__ = function.__module__
     vars(bound).update(vars(function))
     return bound
 

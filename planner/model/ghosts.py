@@ -154,12 +154,13 @@ class _KnownResult(NamedTuple):
 
 
 _known_results: dict[Any, _KnownResult] = {}
-"""Results of operators by the shapes of their arguments.
+"""Results of operators, by operator and by the shapes of its arguments.
 
-Every forward of a stage runs the code between the modules before it, where a fake tensor takes 0.1 ms per operator."""
+Each forward of a stage runs the model's code between earlier modules, and torch's fake tensors take 0.1 ms for each
+operator there."""
 
 _MOST_RESULTS = 20_000
-"""Number of known results at which all are forgotten. Shapes may differ in every step."""
+"""Largest number of known results. Then all are forgotten, because the shapes may differ in every step."""
 
 _CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 

@@ -219,7 +219,7 @@ def _with_own_orders(
     *,
     improved: Answer | None = None,
 ) -> SearchedCases:
-    # `improved` is the result of a search from the best searched plan, so it is no start.
+    # Orders were searched from `improved` before, and nothing better was found.
     best = searched.best
     if best is None or searched.bound_us >= best.step_us:
         return searched
