@@ -206,6 +206,15 @@ def test_a_file_of_far_more_tensors_than_the_model_has_is_refused_at_once(tmp_pa
         load_into_linear(str(path))
 
 
+def test_damage_in_the_list_of_a_file_raises_no_other_error(tmp_path: Path) -> None:
+    """`zipfile` refuses the version, and torch reads the file."""
+    path = Path(saved({"0.weight": torch.ones(2, 3)}, "pt", tmp_path))
+    content = bytearray(path.read_bytes())
+    content[content.index(b"PK\x01\x02") + 6] = 166
+    path.write_bytes(content)
+    assert torch.equal(load_into_linear(str(path))[0], torch.ones(2, 3))
+
+
 def saved(state: dict[str, Tensor], kind: str, folder: Path) -> str:
     """Save a state dict in a kind of file."""
     folder.mkdir(exist_ok=True)
