@@ -1,7 +1,7 @@
 """Copy modules whose attributes may hold objects that Python cannot copy, such as open files and locks."""
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import CellType, FunctionType, MappingProxyType, ModuleType
 from typing import Any, TypeVar
@@ -40,17 +40,11 @@ def _deepcopy(module: _Module, memo: dict[int, Any]) -> _Module:
 
 def _bind_functions_to_copies(copied: Any, memo: dict[int, Any]) -> None:
     # Python does not copy functions: `self.head = lambda x: x @ self.embed.weight.T` would read the original's weight.
-    todo, visited = [copied], dict[int, Any]()
-    while todo:
-        value = todo.pop()
-        is_shared = memo.get(id(value)) is value  # with the original
-        if id(value) in visited or is_shared or isinstance(value, type | ModuleType | FunctionType | Tensor):
-            continue
-        visited[id(value)] = value
+    shared = {key for key, value in memo.items() if id(value) == key}
+    for value in _all_parts(copied, shared):
         for container, key, item in tuple(_entries(value)):
             if isinstance(item, FunctionType) and any(map(_has_module, item.__closure__ or ())):
                 container[key] = memo.setdefault(id(item), _bound(item, memo))
-        todo += _parts(value)
 
 
 def _entries(value: Any) -> Iterator[tuple[Any, Any, Any]]:
@@ -81,16 +75,22 @@ def _bound(function: FunctionType, memo: Mapping[int, Any]) -> FunctionType:
     return bound
 
 
-def _attribute_dicts(module: Any) -> Iterator[dict[str, Any]]:
-    """Yield dicts whose attributes are their items (`self.__dict__ = self`)."""
-    todo, visited = [module], dict[int, Any]()
+def _attribute_dicts(module: Any) -> list[dict[str, Any]]:
+    """Return the dicts whose attributes are their items (`self.__dict__ = self`)."""
+    parts = _all_parts(module)
+    return [each for each in parts if isinstance(each, dict) and id(getattr(each, "__dict__", None)) == id(each)]
+
+
+def _all_parts(whole: Any, without: Collection[int] = ()) -> Iterator[Any]:
+    """Yield `whole` and everything in its attributes, dicts and lists, except objects with an `id()` in `without`."""
+    todo, visited = [whole], dict[int, Any]()
     while todo:
         value = todo.pop()
-        if id(value) in visited or isinstance(value, type | ModuleType | FunctionType | Tensor):
+        is_atom = isinstance(value, type | ModuleType | FunctionType | Tensor)
+        if is_atom or id(value) in visited or id(value) in without:
             continue
         visited[id(value)] = value
-        if isinstance(value, dict) and id(getattr(value, "__dict__", None)) == id(value):
-            yield value
+        yield value
         todo += _parts(value)
 
 
