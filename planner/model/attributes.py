@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from planner.model.leaves import TensorLeaf, is_plain
 from planner.model.nests import ABSENT, Nest, flatten, unflatten
 
-# Libraries replace `forward`. `torch.compile` and `module.compile()` set the others.
+# Libraries set `forward` of an instance; `torch.compile` and `module.compile()` set the other two names.
 OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"forward", "_compiled_call_impl", "_torchdynamo_wrapper_id"}
 """Names of the attributes that every `nn.Module` may have. They hold no state of a model."""
 
@@ -226,7 +226,7 @@ def value_at(model: nn.Module, path: str, keys: Sequence[Any]) -> Any:
 
 
 def _module_at(model: nn.Module, path: str) -> Any:
-    # `get_submodule` takes several times as long, which each forward of a stage would spend for each change.
+    # `get_submodule` is slower, and this runs for each change in each forward of a stage.
     module: Any = model
     for name in path.split(".") if path else ():
         module = module._modules[name]

@@ -21,7 +21,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def modules_not_inside_compiled(model: nn.Module) -> list[nn.Module]:
-    """Return the modules of a model, except those inside a compiled module, which is not cut."""
+    """Return the modules of a model without those inside compiled modules, in which no cut may be."""
     inside = {id(m) for outer in model.modules() if is_compiled(outer) for m in outer.modules() if m is not outer}
     return [module for module in model.modules() if id(module) not in inside]
 

@@ -39,7 +39,8 @@ def _deepcopy(module: _Module, memo: dict[int, Any]) -> _Module:
 
 
 def _bind_functions_to_copies(copied: Any, memo: dict[int, Any]) -> None:
-    # Python does not copy functions: `self.head = lambda x: x @ self.embed.weight.T` would read the original's weight.
+    # `deepcopy` does not copy functions: in the copied model, `self.head = lambda x: x @ self.embed.weight.T` would
+    # still read the original's weight.
     shared = {key for key, value in memo.items() if id(value) == key}
     for value in _all_parts(copied, shared):
         for container, key, item in tuple(_entries(value)):
@@ -48,7 +49,7 @@ def _bind_functions_to_copies(copied: Any, memo: dict[int, Any]) -> None:
 
 
 def _entries(value: Any) -> Iterator[tuple[Any, Any, Any]]:
-    """Yield each dict or list that is `value` or has its attributes, with each key and item."""
+    """Yield container, key and item for each entry of `value`, if it is a dict or list, and of its attributes."""
     for container in (value, getattr(value, "__dict__", None)):
         if isinstance(container, dict | list):
             items = container.items() if isinstance(container, dict) else enumerate(container)

@@ -160,7 +160,7 @@ Each forward of a stage runs the model's code between earlier modules, and torch
 operator there."""
 
 _MOST_RESULTS = 20_000
-"""Largest number of known results. Then all are forgotten, because the shapes may differ in every step."""
+"""Number of known results at which all are forgotten, because shapes may differ in every step."""
 
 _CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 

@@ -31,13 +31,13 @@ class OperatorWatch(TorchDispatchMode):
         self._stances = ExitStack()
 
     def __enter__(self) -> Self:
-        """Begin to watch, without compiled code: in a dispatch mode, `torch.compile(fullgraph=True)` fails."""
+        """Begin to watch, and disable `torch.compile`, because `fullgraph=True` fails in a dispatch mode."""
         if "torch._dynamo" in sys.modules:
             self._stances.enter_context(torch.compiler.set_stance("force_eager"))
         return cast("Self", super().__enter__())  # type: ignore[no-untyped-call]
 
     def __exit__(self, *error: object) -> None:
-        """Stop watching, and allow compiled code again."""
+        """Stop watching, and enable `torch.compile` again."""
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._stances.close()
 

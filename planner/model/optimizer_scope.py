@@ -32,7 +32,7 @@ _STEPS = (
 # also finds a clip by the largest gradient of all parameters.
 
 _STEPS_OF_TORCH = _STEPS[1:5]
-"""Steps for optimizers of torch. They clip nothing by themselves, so few steps find what a builder has changed."""
+"""Steps for optimizers of torch. They do not clip, so a few steps show what the user's builder changed."""
 
 _REPETITIONS = 20
 """Number of repetitions of `_STEPS` for optimizers that are not from torch, which may begin to clip late."""

@@ -219,7 +219,7 @@ def _with_own_orders(
     *,
     improved: Answer | None = None,
 ) -> SearchedCases:
-    # Orders were searched from `improved` before, and nothing better was found.
+    # An earlier search that started from `improved` found no better orders.
     best = searched.best
     if best is None or searched.bound_us >= best.step_us:
         return searched

@@ -133,12 +133,12 @@ def _log_of(rank: int) -> str:
 
 
 _started: list["subprocess.Popen[bytes]"] = []
-"""The process that imports, if this test process started it. It ends with its standard input."""
+"""Process that imports torch and forks the servers, if this process started it. It ends when its input closes."""
 
 
 @cache
 def _server() -> TextIO:
-    """Return a connection to this test process's server. The first test process of a run starts the common origin."""
+    """Return a connection to this test process's server. The first test process starts the one that forks servers."""
     folder = Path(os.environ.get("RANKS_FOLDER") or tempfile.mkdtemp())
     address, connection = str(folder / "ranks"), socket.socket(socket.AF_UNIX)
     with (folder / "lock").open("w") as lock:
@@ -160,7 +160,7 @@ def _server() -> TextIO:
 
 
 def _serve(address: str) -> str:
-    """Fork a server for each test process, until the standard input ends; return what `_answer_all` returns."""
+    """Fork a server for each test process, until the standard input is closed; return what `_answer_all` returns."""
     for name in _USED:
         try:
             importlib.import_module(name)
