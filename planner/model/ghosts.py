@@ -15,11 +15,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
-from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -61,6 +60,9 @@ class Ghost(Tensor):
     origin = ""
     """Name of the replaced tensor, which another stage has, for error messages; empty if only a shape is needed."""
 
+    _viewed: "Ghost | None" = None
+    """Ghost of which this ghost is a view, until this ghost has a fake tensor."""
+
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @property
@@ -69,7 +71,12 @@ class Ghost(Tensor):
         if self._fake is None:
             # Other modes must not see this operator: a recorder would note the tensor as made by the model's code.
             with _disable_current_modes(), _mode(), torch._C.DisableTorchFunction(), _without_tracing():
-                self._fake = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device=self.device)  # type: ignore[assignment]
+                if self._viewed is None:
+                    fake = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device=self.device)
+                else:
+                    fake = self._viewed.fake_tensor.as_strided(self.shape, self.stride(), self.storage_offset())
+                    self._viewed = None
+            self._fake = fake  # type: ignore[assignment]
         return self._fake  # type: ignore[return-value]
 
     @classmethod
@@ -83,11 +90,10 @@ class Ghost(Tensor):
         known = None if key is None else _known_results.get(key)
         if known is not None:
             origin = next((t.origin for t in tensors_in((args, kwargs)) if isinstance(t, Ghost) and t.origin), "")
-            results = [ghost_of_shape(*each, origin=origin, strides=strides) for *each, strides in known.tensors]
-            return tuple(results) if known.is_tuple else results[0]
+            return _result_like(known, args[0] if func.is_view else None, origin)
         result = cls._result_of_fake(func, args, kwargs)
         if key is not None:
-            _remember_result(key, result)
+            _remember_result(key, args, result)
         return result
 
     @classmethod
@@ -146,11 +152,19 @@ def _without_tracing() -> Iterator[None]:
         torch._C._set_tracing_state(state)  # type: ignore[attr-defined]
 
 
-class _KnownResult(NamedTuple):
-    """Shape, dtype, device and strides of each tensor that an operator returns."""
+class _KnownTensor(NamedTuple):
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    strides: tuple[int, ...]
+    offset: int
 
-    tensors: tuple[tuple[Any, ...], ...]
-    is_tuple: bool
+
+class _KnownResult(NamedTuple):
+    """Tensors that an operator returns: one tensor, or a tuple or list (`kind`)."""
+
+    tensors: tuple[_KnownTensor, ...]
+    kind: type
 
 
 _known_results: dict[Any, _KnownResult] = {}
@@ -166,19 +180,19 @@ _CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device, torc
 
 
 @cache
-def _returns_new_tensors(func: Any) -> bool:
-    # A view shares its storage with an argument, so each call needs a fake tensor of that storage.
+def _depends_on_shapes(func: Any) -> bool:
+    """Tell whether the shapes of the arguments determine the results, and no argument is written into."""
     tags = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
     schema = func._schema
-    values = (*schema.arguments, *schema.returns)
-    are_new = all(value.alias_info is None for value in values) and not tags.intersection(func.tags)
-    return are_new and all(str(value.type) == "Tensor" for value in schema.returns)
+    writes = any(argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments)
+    are_tensors = all(str(value.type) in ("Tensor", "List[Tensor]") for value in schema.returns)
+    return are_tensors and not writes and not tags.intersection(func.tags)
 
 
 def _call_key(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return a key that determines the shapes of an operator's new results; None if there is no such key."""
+    """Return a key that determines the shapes of an operator's results; None if there is no such key."""
     is_tracing = torch._C._get_tracing_state() is not None  # sizes are then tensors
-    if is_tracing or _is_updating.get() or not _returns_new_tensors(func):
+    if is_tracing or _is_updating.get() or not _depends_on_shapes(func):
         return None
     try:
         return func, torch.get_default_dtype(), _value_key(args), _value_key(kwargs)
@@ -190,7 +204,8 @@ def _value_key(value: Any) -> Any:
     if isinstance(value, Tensor):
         if value.layout != torch.strided:
             raise TypeError
-        return isinstance(value, Ghost), value.shape, value.stride(), value.dtype, value.device
+        place = value.stride(), value.storage_offset()
+        return isinstance(value, Ghost), value.shape, place, value.dtype, value.device
     if isinstance(value, tuple | list):
         return tuple(map(_value_key, value))
     if isinstance(value, dict):
@@ -200,13 +215,30 @@ def _value_key(value: Any) -> Any:
     return type(value), value
 
 
-def _remember_result(key: Any, result: Any) -> None:
-    tensors = result if isinstance(result, tuple) else (result,)
-    if all(isinstance(tensor, Ghost) and tensor.layout == torch.strided for tensor in tensors):
-        if len(_known_results) >= _MOST_RESULTS:
-            _known_results.clear()
-        shapes = tuple((tensor.shape, tensor.dtype, tensor.device, tensor.stride()) for tensor in tensors)
-        _known_results[key] = _KnownResult(shapes, isinstance(result, tuple))
+def _remember_result(key: Any, args: Any, result: Any) -> None:
+    tensors = (result,) if isinstance(result, Tensor) else result
+    if not all(isinstance(tensor, Ghost) and tensor.layout == torch.strided for tensor in tensors):
+        return
+    if key[0].is_view and not all(_is_plain_view(tensor, args[0]) for tensor in tensors):
+        return
+    if len(_known_results) >= _MOST_RESULTS:
+        _known_results.clear()
+    known = (_KnownTensor(t.shape, t.dtype, t.device, t.stride(), int(t.storage_offset())) for t in tensors)
+    _known_results[key] = _KnownResult(tuple(known), type(result))
+
+
+def _is_plain_view(view: Tensor, viewed: Any) -> bool:
+    """Return True if `view` is a part of the storage of the ghost `viewed`, read with the same dtype."""
+    return isinstance(viewed, Ghost) and view.dtype == viewed.dtype and storage_key(view) == storage_key(viewed)
+
+
+def _result_like(known: _KnownResult, viewed: Ghost | None, origin: str) -> Any:
+    results = []
+    for shape, dtype, device, strides, offset in known.tensors:
+        ghost = ghost_of_shape(shape, dtype, device, origin=origin, strides=strides, offset=offset)
+        ghost._viewed = viewed
+        results.append(ghost)
+    return known.kind(results) if known.kind in (tuple, list) else results[0]
 
 
 class AbsentGhost(Ghost):
@@ -283,31 +315,6 @@ def ghost_of_shape(
     )
     ghost.origin = origin
     return ghost
-
-
-def drop_graphs(value: Any) -> Any:
-    """Replace tensors that have an autograd graph by ghosts (tensors without values).
-
-    Objects, lists and dicts in `value` are changed in place. This frees the graphs, which keep parameters in memory.
-    """
-    return _without_computed(value, set())
-
-
-def _without_computed(value: Any, visited: set[int]) -> Any:
-    if isinstance(value, Tensor):
-        has_graph = value.grad_fn is not None and not isinstance(value, Ghost)
-        return ghost_like(value, value.device) if has_graph else value
-    if id(value) in visited or isinstance(value, nn.Module | type | ModuleType | FunctionType):
-        return value
-    visited.add(id(value))
-    if type(value) is tuple:
-        return tuple(_without_computed(item, visited) for item in value)
-    if isinstance(value, list):
-        value[:] = [_without_computed(item, visited) for item in value]
-    for holder in (value, getattr(value, "__dict__", None)):
-        if isinstance(holder, dict):
-            holder.update({key: _without_computed(item, visited) for key, item in holder.items()})
-    return value
 
 
 def storage_of(tensor: Tensor) -> torch.UntypedStorage:

@@ -23,7 +23,8 @@ from planner.model.carried_state import (
 )
 from planner.model.differentiation import refuse_autograd_grad, without_shape_log
 from planner.model.functions import FunctionCall, FunctionWatch, is_in_vmap
-from planner.model.ghosts import SHAPE_ONLY, NeedsValuesError, drop_graphs, storage_of
+from planner.model.ghosts import SHAPE_ONLY, NeedsValuesError, storage_of
+from planner.model.graphs import drop_graphs
 from planner.model.leaves import ArgumentLeaf, ConstantValue, Leaf, NamedLeaf, TensorLeaf, TensorMeta, is_plain
 from planner.model.loss_reads import addresses_read
 from planner.model.module_tensors import copy_buffers_temporarily, parameters_as_ghosts
