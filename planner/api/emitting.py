@@ -42,19 +42,16 @@ def emit(plan: File | Plan, options: EmitOptions) -> tuple[Path, ...]:
             Also raised if a plan in `options.smaller` has another mini-batch than `plan`, or too many processes.
         FileError: A file cannot be read or written, or balance.yaml was edited.
     """
-    return emit_files(plan, options, on_finding=ignore_arguments, note=ignore_arguments).paths
+    return emit_files(plan, options, on_finding=ignore_arguments).paths
 
 
-def emit_files(
-    plan: File | Plan, options: EmitOptions, *, on_finding: Callable[[Finding], None], note: Callable[[str], None]
-) -> "EmitResult":
+def emit_files(plan: File | Plan, options: EmitOptions, *, on_finding: Callable[[Finding], None]) -> "EmitResult":
     """Report the findings of `check` on a plan, then write its files as `emit` does.
 
     Args:
         plan: A plan, or its file.
         options: Options of `emit`.
         on_finding: Called with every finding of `check`.
-        note: Called with a description of each slow operation before it begins.
 
     Returns:
         The paths of the written files, and the command that uses them.
@@ -79,7 +76,6 @@ def emit_files(
         launch=options.launch,
         nodes=nodes,
         repeat_options=calibrated_options,
-        note=note,
     )
 
 

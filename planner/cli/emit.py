@@ -32,7 +32,7 @@ def emit(
     as_json = check_format(options.engine, (*format_names(), "json"))
     if as_json:
         options = replace(options, engine="native")
-    done = emit_files(plan, options, on_finding=print_finding, note=console.note)
+    done = emit_files(plan, options, on_finding=print_finding)
     paths = [str(path) for path in (done.paths[:-1] if done.kept else done.paths)]
     console.result(json_text({"written": paths, "next": done.use}) if as_json else "\n".join(paths))
     if done.kept:

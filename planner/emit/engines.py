@@ -88,7 +88,6 @@ def write_engine_files(
     launch: str | None = None,
     nodes: Nodes | None = None,
     repeat_options: RepeatOptions | None = None,
-    note: Callable[[str], None],
 ) -> EmitResult:
     """Write the files with which an engine runs a plan. Inputs and the model's file are never overwritten.
 
@@ -103,7 +102,6 @@ def write_engine_files(
         launch: Job scheduler for which a launcher is written, such as `slurm`; None for no launcher.
         nodes: Nodes for the launcher; defaults to the nodes of the plan.
         repeat_options: Function that returns the options of `solve` that make a plan again.
-        note: Function that is called with a description of each slow operation before it begins.
 
     Returns:
         Paths of the files, and notes for the user.
@@ -130,7 +128,7 @@ def write_engine_files(
             plan, profile, smaller=smaller, input_paths=input_paths, repeat_options=repeat_options, **where
         )
     else:
-        emitted = load_extension("FORMATS", engine)(plan, profile, note=note, **where)
+        emitted = load_extension("FORMATS", engine)(plan, profile, **where)
     if launch is not None:
         script = Path(folder, emitted.name).as_posix()
         file = LAUNCHERS[launch](launch_job(emitted.plans, plan.inputs, script=script, nodes=nodes))

@@ -16,7 +16,7 @@ def test_shared_parameters_across_stages_are_refused_with_remedies() -> None:
     nearer = replace(profile, layers=(*others, replace(last, tied=(f"{others[1].name}.weight",))))
     for shared, may_be_together in ((profile, False), (nearer, True)):
         with pytest.raises(UsageError, match="share parameters across stages") as refused:
-            emit(plan_of(shared, (3, 3)), shared, folder=".", profile_folder=".", note=print)
+            emit(plan_of(shared, (3, 3)), shared, folder=".", profile_folder=".")
         assert "`tie_word_embeddings=False`" in refused.value.hint
         assert "the bundled executor sums them" in refused.value.hint
         assert ("--together" in refused.value.hint) == may_be_together
