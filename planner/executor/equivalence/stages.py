@@ -29,7 +29,6 @@ from planner.executor.equivalence.differences import (
 )
 from planner.executor.equivalence.isolation import return_freed_blocks_to_system
 from planner.executor.pipeline import Pipeline
-from planner.executor.run.same_batch import digest_of_tensors
 from planner.model.chain import Chain
 from planner.model.ghosts import check_parameter_update
 from planner.model.gradient_files import keep_gradients_in_files
@@ -135,11 +134,9 @@ class _RankTraining:
         return ReferenceState.load(self._trial.reference / name)
 
     def _begin_as_reference(self) -> None:
-        """Set parameters and buffers to the reference's initial values, and record which values differed."""
+        """Set parameters and buffers to the reference's initial values. An unseeded generator may have made others."""
         if self._trial.options.lean:
             self._before.use_as_parameters(self._named)
-        # Values may differ if an unseeded generator made them. The check accepts this, unless copies of one tensor on
-        # several ranks also differ from each other.
         for name, tensor in self._held_tensors().items():
             kind = "parameter" if name in self._named else "buffer"
             right = self._before.tensors.get(f"{kind}:{name}")
@@ -147,7 +144,6 @@ class _RankTraining:
                 continue
             is_lent = tensor.data_ptr() == right.data_ptr()
             if not is_lent and not torch.equal(tensor.detach(), right):
-                self._found.own_values[self._pipeline.first_names.get(name, name)] = digest_of_tensors([tensor])
                 tensor.detach().copy_(right)
 
     def _held_tensors(self) -> dict[str, Tensor]:
