@@ -27,13 +27,7 @@ from planner.executor.run.parts import (
     mini_batch_parts,
     tensors_in_value,
 )
-from planner.executor.run.same_batch import (
-    NO_CHECKSUMS,
-    BatchChecksums,
-    BatchDigest,
-    check_same_batch,
-    digest_of_batch,
-)
+from planner.executor.run.same_batch import NO_CHECKSUMS, BatchChecksums
 from planner.model.label_counts import label_count
 from planner.model.load import Batch, LoadedModel, to_device
 from planner.model.precision import to_precision
@@ -49,12 +43,10 @@ class MiniBatches:
         self._loader: ResumableLoader | None = None
         self._loader_state: Mapping[str, Any] | None = None
         """Loader state of a checkpoint, until the script passes the loader."""
-        self._first: BatchDigest | None = None
-        """Digest of the first mini-batch of this process, or of the first one after a resume."""
-        self.checksums = NO_CHECKSUMS
-        """Checksums of the last mini-batch that this process received with the samples of all replicas."""
-        self.is_compared = False
-        """True if the digest of the first mini-batch was compared with those of other ranks."""
+        self._checksums: BatchChecksums | None = None
+        """Checksums of the next step's mini-batch, if possible with the samples of all replicas."""
+        self._is_compared = False
+        """True if the ranks have compared all elements of a mini-batch since the start or the resume of the run."""
 
     def batches_of_steps(self, begin: int, end: int, loader: Iterable[Any] | None = None) -> Iterator[Batch]:
         """Yield this rank's parts of the mini-batches of steps `begin` to `end - 1`.
@@ -118,15 +110,13 @@ class MiniBatches:
             inputs = inputs if kept is None else {**inputs, **kept}
         return Batch(inputs, targets if place.is_last else to_device(targets, _META))
 
-    def check_same_on_all_ranks(self) -> None:
-        """Compare the first mini-batch over all ranks. Every rank must call this method before its first step.
+    def take_checksums(self) -> BatchChecksums:
+        """Return the checksums of the next step's mini-batch, to compare over the ranks.
 
-        Raises:
-            UsageError: Two ranks have different inputs or targets.
+        In the first step, and in the first one after a resume, they are checksums of all elements.
         """
-        self.is_compared = True
-        if self._first is not None:
-            check_same_batch(self._first)
+        checksums, self._checksums, self._is_compared = self._checksums or NO_CHECKSUMS, None, True
+        return checksums
 
     def parts(self, batch: Batch) -> Iterator[MiniBatchPart]:
         """Yield the parts of this replica's mini-batch. The micro-batches of a part have equal sizes.
@@ -194,13 +184,13 @@ class MiniBatches:
     def load_state_dict(self, state: Any) -> None:
         """Keep the state of a loader from a checkpoint until the script passes the loader."""
         self._loader_state = check_loader_state(state)
-        self._first, self.is_compared = None, False
+        self._checksums, self._is_compared = None, False
 
     def _note(self, batch: Batch, *, is_whole: bool) -> None:
-        if self._first is None:
-            self._first = digest_of_batch(batch, self._job.place, is_whole=is_whole)
-        if is_whole:
-            self.checksums = BatchChecksums.of(batch)
+        # Other ranks use neither inputs nor targets.
+        reads = self._job.place.is_first or self._job.place.is_last
+        if reads and (is_whole or self._checksums is None):
+            self._checksums = BatchChecksums.of(batch, is_whole=is_whole, reads_all=not self._is_compared)
 
     def _counts_labels(self, inputs: Any) -> bool:
         return bool(self._model.counted_labels) and isinstance(inputs, dict) and "labels" in inputs

@@ -185,14 +185,8 @@ class Trainer:
             self._mini_batches.loss_item_counts(parts),
             [sum(part.num_samples for part in piece) for piece in pieces],
         )
-        # The first mini-batch is compared as a whole below.
-        is_sampled = phase == "step" and self._mini_batches.is_compared
-        checksums = self._mini_batches.checksums if is_sampled else NO_CHECKSUMS
+        checksums = self._mini_batches.take_checksums() if phase == "step" else NO_CHECKSUMS
         total = self._agreement.check_and_sum(phase, self.step_index, sizes, checksums=checksums, count=sum(counts))
-        if phase == "step" and not self._mini_batches.is_compared:
-            self._job.activity.begin("the comparison of the mini-batch", waits_for=ANY)
-            with self._recorder.paused() if not self.losses else nullcontext():
-                self._mini_batches.check_same_on_all_ranks()
         return loss_weights_of_parts(parts, counts, total)
 
     def _check_frozen_parameters(self) -> None:

@@ -4,6 +4,7 @@ Every rank builds its stages from the same seed, so copies are usually equal. Va
 a clock differ, however, and copies that start with different values never become equal.
 """
 
+import hashlib
 from collections import Counter
 from collections.abc import Mapping
 
@@ -12,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from planner.executor.run.placement import gather_from_all_ranks
-from planner.executor.run.same_batch import digest_of_tensors
 
 
 def can_be_equalized(tensor: Tensor) -> bool:
@@ -27,7 +27,7 @@ def equalize_copies(tensors: Mapping[str, Tensor]) -> None:
     true for each of them.
     """
     holders = Counter(name for names in gather_from_all_ranks(list(tensors)) for name in names)
-    digests = gather_from_all_ranks({n: digest_of_tensors([t]) for n, t in tensors.items() if holders[n] > 1})
+    digests = gather_from_all_ranks({n: _digest_of(t) for n, t in tensors.items() if holders[n] > 1})
     rank = dist.get_rank()
     # All ranks process the tensors in the same order, so that no two ranks wait for each other.
     for name in sorted(name for name, count in holders.items() if count > 1):
@@ -41,6 +41,10 @@ def equalize_copies(tensors: Mapping[str, Tensor]) -> None:
             dist.recv(received, first)
             with torch.no_grad():
                 tensors[name].copy_(received.view(tensors[name].dtype).view(tensors[name].shape))
+
+
+def _digest_of(tensor: Tensor) -> str:
+    return hashlib.sha256(_bytes_of(tensor).cpu().numpy().data).hexdigest()
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

@@ -49,7 +49,8 @@ class _BegunPhase(NamedTuple):
     @classmethod
     def read(cls, numbers: Sequence[float]) -> "_BegunPhase":
         phase, step, *sizes = map(int, numbers[: 2 + _NUM_SIZES])
-        checksums = BatchChecksums(*map(int, numbers[2 + _NUM_SIZES :])) if len(numbers) > 2 else NO_CHECKSUMS
+        inputs, targets, is_whole = map(int, numbers[2 + _NUM_SIZES :])
+        checksums = BatchChecksums(inputs, targets, bool(is_whole))
         return cls(_PHASES[phase], step, tuple(size for size in sizes if size), checksums)
 
     @property
@@ -160,11 +161,7 @@ class PhaseAgreement:
             if received._replace(checksums=begun.checksums) != _BegunPhase.read(begun.numbers):
                 raise self._disagreement(begun, received, previous, has_more=place.position > 1)
             if received.checksums.differ_from(begun.checksums):
-                raise TrainingError(
-                    f"rank {place.rank} has another mini-batch at step {begun.step} than a rank before it: inputs and "
-                    "targets would belong to different samples",
-                    hint="pass the loader to `pipeline.batches`, so that all ranks draw the same random numbers for it",
-                )
+                raise self._other_batch_error(begun.step, "a rank before it")
             begun = begun._replace(checksums=begun.checksums.completed_by(received.checksums))
             self._script.compare(ScriptRecord(int(count), int(rates), gradients, added, weights), place.rank, previous)
         if place.position + 1 < place.num_devices:
@@ -179,14 +176,17 @@ class PhaseAgreement:
         self._activity.begin(_DOING[begun.phase], waits_for=ANY)
         # A replica may have one sample less than another: sizes are not compared.
         phase, step, *_ = begun.numbers
-        own = torch.tensor([phase, step, count], dtype=torch.float64, device=self._own.device)
+        checksums = begun.checksums if begun.checksums.is_whole else NO_CHECKSUMS
+        own = torch.tensor([phase, step, count, *checksums[:2]], dtype=torch.float64, device=self._own.device)
         gathered = [torch.empty_like(own) for _ in range(place.num_replicas)]
         dist.all_gather(gathered, own, group=group)
         rows: list[list[float]] = torch.stack(gathered).tolist()
         for replica, row in enumerate(rows):
-            other = _BegunPhase.read(row[:2])
+            rank, other = place.rank_of(place.num_stages - 1, replica), _BegunPhase(_PHASES[int(row[0])], int(row[1]))
             if other != begun.without_batch:
-                raise self._disagreement(begun.without_batch, other, place.rank_of(place.num_stages - 1, replica))
+                raise self._disagreement(begun.without_batch, other, rank)
+            if checksums.differ_from(BatchChecksums(int(row[3]), int(row[4]))):
+                raise self._other_batch_error(begun.step, f"rank {rank}")
         return sum(row[2] for row in rows)
 
     def _disagreement(
@@ -198,4 +198,12 @@ class PhaseAgreement:
             hint = "give every rank the same mini-batches: from the same files, in the same order"
         return TrainingError(
             f"rank {self._place.rank} is {begun.description}, but {others} {other.description}", hint=hint
+        )
+
+    def _other_batch_error(self, step: int, other: str) -> TrainingError:
+        return TrainingError(
+            f"rank {self._place.rank} has another mini-batch at step {step} than {other}: inputs and targets would "
+            "belong to different samples",
+            hint="use no sampler that splits the data over ranks, and pass the loader to `pipeline.batches`, so that "
+            "all ranks draw the same random numbers for it",
         )

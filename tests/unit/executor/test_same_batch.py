@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from planner.core.errors import UsageError
 from planner.executor.run.loader import does_sampler_split_data
 from planner.executor.run.placement import ProcessPlace
-from planner.executor.run.same_batch import digest_of_batch
+from planner.executor.run.same_batch import BatchChecksums
 from planner.model.load import Batch
 from tests.support.ranks import run_ranks
 from tests.support.training import ROOT, Case, write_balance
@@ -68,14 +68,22 @@ def test_a_sampler_over_replicas_must_be_that_of_the_replica() -> None:
         assert "num_replicas=pipeline.place.num_replicas, rank=pipeline.place.replica" in refused.value.hint
 
 
-def test_placeholders_of_inputs_have_no_digest() -> None:
+def test_placeholders_of_inputs_have_no_checksum() -> None:
     """Inputs on the meta device or all zero are not compared."""
     batch = Batch(torch.empty(4, 2, device="meta"), {"a": torch.zeros(4), "b": torch.ones(4)})
-    assert digest_of_batch(batch, STAGE, is_whole=True)[1:] == (None, None)
-    real = digest_of_batch(Batch(torch.arange(4.0), torch.arange(4)), STAGE, is_whole=False)
-    assert real.replica == 0
-    assert None not in real
-    assert real.inputs != real.targets
+    assert BatchChecksums.of(batch, is_whole=True, reads_all=True) == (0, 0, True)
+    real = BatchChecksums.of(Batch(torch.arange(4.0), torch.arange(4)), is_whole=False, reads_all=True)
+    assert 0 != real.inputs != real.targets != 0
+
+
+def test_all_elements_are_compared_once() -> None:
+    """Later, only the first elements of two samples are compared."""
+    data = torch.arange(400.0).reshape(4, 100)
+    other = data.clone()
+    other[1, 50] += 1
+    for reads_all in (True, False):
+        one, two = (BatchChecksums.of(Batch(x, data), is_whole=True, reads_all=reads_all) for x in (data, other))
+        assert one.differ_from(two) == reads_all
 
 
 @pytest.mark.slow
@@ -85,9 +93,17 @@ def test_ranks_with_different_samples_do_not_train(tmp_path: Path, how: str) -> 
     (tmp_path / "worker.py").write_text(TRAIN)
     with pytest.raises(AssertionError, match="would belong to different samples") as failed:
         run_ranks(2, ["worker.py", how], tmp_path)
-    expected = "gives rank" if how == "loader" else "rank 1 has other inputs in its first mini-batch than rank 0"
+    expected = "gives rank" if how == "loader" else "rank 1 has another mini-batch at step 0 than a rank before it"
     assert expected in str(failed.value)
     assert not list(tmp_path.glob("trained-*"))
+
+
+@pytest.mark.slow
+def test_replicas_that_draw_different_mini_batches_do_not_train(tmp_path: Path) -> None:
+    write_balance(replace(TWO, balance=(5,), replicas=2, batch=16), tmp_path / "balance.yaml")
+    (tmp_path / "worker.py").write_text(TRAIN)
+    with pytest.raises(AssertionError, match="has another mini-batch at step 0 than rank"):
+        run_ranks(2, ["worker.py", "own_part"], tmp_path)
 
 
 @pytest.mark.slow
