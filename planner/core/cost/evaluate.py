@@ -13,7 +13,7 @@ from planner.core.cost.arrays import FloatArray
 from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.costs import costs_at
 from planner.core.cost.device_memory import ChunkMemory, SharedBytes, chunk_memory, chunk_memory_at_peak, shared_bytes
-from planner.core.cost.memory import stage_memories
+from planner.core.cost.memory import stage_memory
 from planner.core.cost.partition import Partition
 from planner.core.cost.peak_points import peak_part_counts, stage_peak_points
 from planner.core.cost.simulate import Event, StageTimes, early_allreduces_us, last_end_us, period_us, simulate
@@ -226,20 +226,21 @@ class Evaluation:
         """Memory of each stage at the peak of its device, by component."""
         partition, num_stages = self.partition, len(self.partition.balance)
         if partition.schedule_object.has_known_peak_points:
+            costs = self.costs.of_replicas(partition.replicas)
             return tuple(
-                stage_memories(
-                    self.costs.of_replicas(partition.replicas),
-                    partition.intervals(),
-                    [
-                        stage_peak_points(
-                            partition.schedule_object, micro_batches=partition.micro_batches, num_later=behind
-                        )
-                        for behind in reversed(range(num_stages))
-                    ],
-                    recompute=partition.recompute,
-                    recomputed=[partition.recomputed_in(k) for k in range(num_stages)],
+                stage_memory(
+                    costs,
+                    *interval,
+                    stage_peak_points(
+                        partition.schedule_object,
+                        micro_batches=partition.micro_batches,
+                        num_later=num_stages - 1 - k,
+                    ),
+                    recompute=partition.recompute[k],
+                    recomputed=partition.recomputed_in(k),
                     reserve_bytes=self.cluster.reserve_bytes,
                 )
+                for k, interval in enumerate(partition.intervals())
             )
         memories = [StageMemory()] * num_stages
         for device, counts in enumerate(peak_part_counts(self.actions)):

@@ -8,23 +8,17 @@ For devices with several stages, see `planner.core.cost.device_memory`.
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import replace
-from typing import Any, Final, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from planner.core.cost.arrays import FloatArray, IntArray
 from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.layer_memory import SavedAndPeaks, StageLayers
 from planner.core.cost.parts import MemoryParts, stage_memory_parts
-from planner.core.cost.passing import has_no_skips_or_ties
 from planner.core.cost.peak_points import PartsAtPoint, PeakPoints
-from planner.core.cost.stages import StageTable, map_arrays, stage_table, with_recomputed_layers
+from planner.core.cost.stages import StageTable, stage_table, with_recomputed_layers
 from planner.core.values.plan import Recompute, StageMemory
-
-_MOST_AT_ONCE: Final = 1 << 17
-"""Largest number of stages in one table. Beyond it, each stage is computed alone, to limit transient memory."""
 
 
 def stage_memory(
@@ -51,78 +45,12 @@ def stage_memory(
     stages, recompute = single_stage_table(
         costs, first, end, micro_batches=points.micro_batches, recompute=recompute, recomputed=recomputed
     )
-    return _memory_at_peak(stages, recompute, points, reserve_bytes)[0]
-
-
-def stage_memories(
-    costs: ChainCosts,
-    intervals: Sequence[tuple[int, int]],
-    points: Sequence[PeakPoints],
-    *,
-    recompute: Sequence[Recompute],
-    recomputed: Sequence[Collection[int]],
-    reserve_bytes: int,
-) -> list[StageMemory]:
-    """Return the peak memory of several stages, by component; see `stage_memory`.
-
-    In a chain without skip connections and shared parameters, all stages are computed together, which is faster.
-
-    Args:
-        costs: Costs of the layers at the plan's micro-batch size.
-        intervals: First layer of each stage, and one past its last layer.
-        points: Points in the step at which each stage may have its peak.
-        recompute: Recompute choice of each stage.
-        recomputed: Recomputed layers of each stage, as indices in the chain, if its choice is `layers`.
-        reserve_bytes: Memory reserve of each device.
-    """
-    most = max(end - first for first, end in intervals)
-    # Messages to replicas and recomputed layers are known only for single stages, not for a table.
-    is_one_by_one = not has_no_skips_or_ties(costs) or costs.bucket_bytes or "layers" in recompute
-    if is_one_by_one or len(intervals) * most > _MOST_AT_ONCE:
-        return [
-            stage_memory(costs, *interval, each, recompute=choice, recomputed=layers, reserve_bytes=reserve_bytes)
-            for interval, each, choice, layers in zip(intervals, points, recompute, recomputed, strict=True)
-        ]
-    firsts, ends = np.array(intervals).T
-    table = stage_table(costs, firsts, most, micro_batches=points[0].micro_batches)
-    columns = ends - firsts - 1
-    never = np.broadcast_to(table.forward_only, table.shape)[np.arange(len(firsts)), columns]
-    alike: dict[tuple[int, Recompute], list[int]] = {}
-    for k, choice in enumerate(recompute):
-        alike.setdefault((points[k].in_flight, "never" if never[k] else choice), []).append(k)
-    memories = [StageMemory()] * len(intervals)
-    for (_, choice), places in alike.items():
-        stages = _select_stages(table, np.array(places), columns[places])
-        for k, memory in zip(places, _memory_at_peak(stages, choice, points[places[0]], reserve_bytes), strict=True):
-            memories[k] = memory
-    return memories
-
-
-def _select_stages(table: StageTable, rows: IntArray, columns: IntArray) -> StageTable:
-    def of(array: NDArray[Any]) -> NDArray[Any]:
-        return np.broadcast_to(array, table.shape)[rows, columns][:, None]
-
-    single, peaks, memory_model = (
-        map_arrays(table, of),
-        map_arrays(table.peaks, of),
-        map_arrays(table.memory_model, of),
-    )
-    return replace(single, shape=(len(rows), 1), peaks=peaks, memory_model=memory_model)
-
-
-def _memory_at_peak(
-    stages: StageTable, recompute: Recompute, points: PeakPoints, reserve_bytes: int
-) -> list[StageMemory]:
     parts = stage_memory_parts(stages, recompute, in_flight=points.in_flight)
     every = [
-        {item: np.rint(np.broadcast_to(size, stages.shape)[:, -1]) for item, size in parts.at(point).items()}
+        {item: int(np.rint(np.broadcast_to(size, stages.shape)[0, -1])) for item, size in parts.at(point).items()}
         for point in parts.peak_points(points)
     ]
-    highest = np.argmax([np.sum(list(items.values()), axis=0) for items in every], axis=0)
-    return [
-        StageMemory.of(**{item: int(sizes[row]) for item, sizes in every[n].items()}, reserve=reserve_bytes)
-        for row, n in enumerate(highest)
-    ]
+    return StageMemory.of(**max(every, key=lambda items: sum(items.values())), reserve=reserve_bytes)
 
 
 def single_stage_table(

@@ -165,11 +165,11 @@ def with_recomputed_layers(stages: StageTable, memory: SavedAndPeaks[Any]) -> St
             split_backward, held=between, first_input=first_backward + between, input=backward + between
         )
     return replace(
-        map_arrays(stages, _whole),
+        _map_arrays(stages, _whole),
         saved=of_all(memory.saved),
         copied_input=np.zeros((1, 1)),  # `memory` includes the copy of the input
         peaks=peaks,
-        memory_model=map_arrays(stages.memory_model, _whole),
+        memory_model=_map_arrays(stages.memory_model, _whole),
         split_backward=split_backward,
         recomputes_layers=True,
     )
@@ -179,7 +179,7 @@ def _whole(array: NDArray[Any]) -> NDArray[Any]:
     return np.rint(array) if array.dtype == np.float64 else array
 
 
-def map_arrays(record: _Record, change: Callable[[NDArray[Any]], NDArray[Any]]) -> _Record:
+def _map_arrays(record: _Record, change: Callable[[NDArray[Any]], NDArray[Any]]) -> _Record:
     """Return a copy of a record with `change` applied to each array; None stays None."""
     if record is None:
         return record

@@ -7,7 +7,7 @@ import pytest
 
 from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.costs import costs_at
-from planner.core.cost.memory import peak_bytes_of_stages, stage_memories, stage_memory
+from planner.core.cost.memory import peak_bytes_of_stages
 from planner.core.cost.passing import has_no_skips_or_ties
 from planner.core.values.plan import Recompute
 from planner.core.values.profile import LayerProfile
@@ -53,23 +53,6 @@ def test_peaks_by_length_equal_peaks_by_last_layer(kind: str, seed: int, in_flig
             stages = ends[first, first : first + 4]
             assert lengths[first, : len(stages)].tolist() == stages.tolist()
     assert (by_length[0] != by_length[2]).any()
-
-
-@pytest.mark.parametrize("replicas", [1, 2])
-@pytest.mark.parametrize("kind", KINDS)
-def test_components_of_all_stages_equal_those_of_each(kind: str, replicas: int) -> None:
-    for seed in range(6):
-        costs = simple_costs(kind, seed).of_replicas(replicas)
-        intervals, recompute = [(0, 1), (1, 5), (5, 7), (7, 9)], (*CHOICES[::-1], "never")
-        points = [peak_points_with(5, in_flight) for in_flight in (5, 2, 2, 1)]
-        memories = stage_memories(
-            costs, intervals, points, recompute=recompute, recomputed=[()] * 4, reserve_bytes=seed
-        )
-        alone = zip(intervals, points, recompute, strict=True)
-        assert memories == [
-            stage_memory(costs, *interval, each, recompute=choice, reserve_bytes=seed)
-            for interval, each, choice in alone
-        ]
 
 
 def test_chain_with_skips_is_not_simple() -> None:
