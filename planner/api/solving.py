@@ -222,6 +222,20 @@ def faster_plan_with_other_schedule(
     return find_faster_schedule_plan(profile, plan, micro_batches=fixed, time_limit_s=min(MOST_HINT_S, left_s))
 
 
+def faster_plan_with_replicas(profile: Profile, plan: Plan, options: SolveOptions) -> Plan | None:
+    """Return a faster plan with replicas on devices that `plan` leaves idle; None if there is none.
+
+    Args:
+        profile: The profile.
+        plan: Plan with one replica.
+        options: Options that the plan was made with.
+    """
+    from planner.solve.questions.faster import plan_with_replicas  # noqa: PLC0415 - imports numpy
+
+    fixed = None if options.micro_batches == "auto" else plan.micro_batches
+    return None if options.time_limit is not None else plan_with_replicas(profile, plan, micro_batches=fixed)
+
+
 def with_schedule_alternatives(profile: Profile, plan: Plan, options: SolveOptions) -> Plan:
     """Return `plan` with its field `schedules`: a good plan for each schedule, found by a short search.
 

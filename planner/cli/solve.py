@@ -222,17 +222,24 @@ def _notes(console: Console, plan: "Plan", profile: "Profile", *, extrapolated: 
 def _note_faster_plans(
     console: Console, plan: "Plan", profile: "Profile", options: SolveOptions, *, spent_s: float
 ) -> None:
-    from planner.api.solving import faster_plan_with_other_schedule
-    from planner.show.views.numbers import percent
+    from planner.api.solving import faster_plan_with_other_schedule, faster_plan_with_replicas
+    from planner.show.views.plan import gpu_noun
 
-    inputs = plan.inputs
-    if inputs.replicas == 1 and inputs.are_devices_alike and plan.num_gpus < inputs.devices:
-        console.note("note: with `--replicas auto`, several replicas may use all devices")
+    other = faster_plan_with_replicas(profile, plan, options)
+    if other is not None:
+        what = f"{other.replicas} replicas on {other.num_gpus} of {pluralize(plan.inputs.devices, gpu_noun(other))}"
+        free = "" if plan.inputs.allreduce else ", if summing gradients costs nothing (`--allreduce`)"
+        console.note(f"note: {what} would take {_less(plan, other)}{free}: `--replicas auto`")
     other = faster_plan_with_other_schedule(profile, plan, options, spent_s=spent_s)
     if other is not None:
-        less = percent(1 - other.predicted.step_us / plan.predicted.step_us)
-        name, step = schedule_of(other.schedule).title, format_us(other.predicted.step_us)
-        console.note(f"note: {name} would take {step}, {less} less: `--schedule auto`")
+        console.note(f"note: {schedule_of(other.schedule).title} would take {_less(plan, other)}: `--schedule auto`")
+
+
+def _less(plan: "Plan", other: "Plan") -> str:
+    from planner.show.views.numbers import percent
+
+    less = percent(1 - other.predicted.step_us / plan.predicted.step_us)
+    return f"{format_us(other.predicted.step_us)}, {less} less"
 
 
 def _note_simpler_schedule(console: Console, plan: "Plan") -> None:

@@ -498,14 +498,16 @@ def test_a_plan_within_the_error_range_is_a_warning_of_solve_and_a_finding_of_ch
     assert "GP103" in {each["code"] for each in verdict["findings"]}
 
 
-def test_a_note_suggests_replicas_if_devices_are_unused(here: Path, capsys: Capsys) -> None:
+def test_a_note_reports_what_replicas_on_unused_devices_would_give(here: Path, capsys: Capsys) -> None:
     """Over a link with a latency of a second, one pipeline is slower than one device."""
     (here / "profile.yaml").write_text(files.dump(profile_of([1e4] * 4, [2e4] * 4, size=1, output_bytes=8)))
     asked = ("solve", "--devices", "4", "--mem", "8GB", "--batch", "16", "--link", "1GB/s,1s")
     one = call(capsys, *asked)
     assert "3 of 4 devices left unused" in one.out, one.err
-    assert "note: with `--replicas auto`" in one.err
-    assert "--replicas auto" not in call(capsys, *asked, "--replicas", "auto").err
+    said = re.search(r"note: 4 replicas on 4 of 4 devices would take (\S+ m?s), 75.0 % less", one.err)
+    assert said is not None, one.err
+    assert call(capsys, *asked, "--replicas", "auto").code == 0
+    assert format_us(files.read_plan("plan.yaml").predicted.step_us) == said[1]
 
 
 def test_the_memory_limit_is_printed_in_gb_and_gib(here: Path, capsys: Capsys) -> None:

@@ -28,7 +28,7 @@ from planner.solve.chunks.search import start_cuts
 from planner.solve.deadline import NEVER
 from planner.solve.progress import Progress, SimulationBudget
 from planner.solve.questions import insight
-from planner.solve.questions.faster import find_faster_schedule_plan
+from planner.solve.questions.faster import find_faster_schedule_plan, plan_with_replicas
 from planner.solve.request import MOST_ACTIONS_OF_AUTO
 from planner.solve.space import partitions
 from planner.solve.space.case import Case
@@ -156,6 +156,18 @@ def test_faster_schedule_is_the_fastest_of_all() -> None:
     by_layers = find_faster_schedule_plan(profile, answer(profile, "gpipe", recompute="layers"))
     assert by_layers.inputs.recompute == "layers"
     assert find_faster_schedule_plan(profile, answer(profile, other.schedule)) is None
+
+
+def test_replicas_are_suggested_if_they_use_idle_devices() -> None:
+    """Replicas are suggested only if one replica was requested and they are faster."""
+    profile = profile_of([10.0] * 8, [20.0] * 8)
+    one = answer(profile, "gpipe", mem=UNLIMITED, link="1GB/s,100us")  # too slow for four devices
+    assert one.num_gpus < 4
+    several = plan_with_replicas(profile, one)
+    assert several.num_gpus > one.num_gpus
+    assert several.predicted.step_us < one.predicted.step_us
+    assert plan_with_replicas(profile, several) is None
+    assert plan_with_replicas(profile, answer(profile, "gpipe", mem=UNLIMITED)) is None
 
 
 def test_no_faster_schedule_is_reported_if_none_can_be_compared() -> None:
