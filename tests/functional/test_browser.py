@@ -71,8 +71,7 @@ PROBE = """<!doctype html><meta charset="utf-8"><body style="margin:0">
 const frame = document.querySelector("iframe");
 const found = { errors: [] };
 frame.addEventListener("load", () => setTimeout(async () => {
-  const page = frame.contentDocument, root = page.documentElement;
-  root.dataset.theme = "THEME";
+  const page = frame.contentDocument;
   Object.assign(found, looked(page, WIDTH));
   const canvas = page.querySelector("canvas");
   if (canvas) {
@@ -95,15 +94,14 @@ frame.addEventListener("load", () => setTimeout(async () => {
 </script>"""
 
 
-# The explorer wide and light, narrow and dark: handles by keyboard and pointer, and what follows.
+# The explorer wide and narrow: handles by keyboard and pointer, and what follows.
 EXPLORED = """<!doctype html><meta charset="utf-8"><body style="margin:0">
 <iframe src="explore.html" style="width:1280px;height:4000px;border:0"></iframe>
 <iframe src="explore.html" style="width:400px;height:4000px;border:0"></iframe>
 <pre id="found"></pre><script>LOOK
 const frames = [...document.querySelectorAll("iframe")], found = [];
 addEventListener("load", async () => {
-  for (const [n, { contentDocument: page, contentWindow: own }] of frames.entries()) {
-    page.documentElement.dataset.theme = n ? "dark" : "light";
+  for (const { contentDocument: page, contentWindow: own } of frames) {
     const byId = (id) => page.getElementById(id), seen = { cuts: [], steps: [], words: "" };
     const note = async () => {
       // It is drawn with the next frame, whenever a headless browser has one.
@@ -153,15 +151,12 @@ def browse(folder: Path, page: str, *options: str) -> subprocess.CompletedProces
     return subprocess.run(words, capture_output=True, text=True, timeout=120, check=True)
 
 
-@pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 400])
 @pytest.mark.parametrize("name", REPORTS)
-def test_the_report_works_in_a_browser(name, width, theme, tmp_path):
+def test_the_report_works_in_a_browser(name, width, tmp_path):
     """Check for console messages, overlapping or hidden elements, and keyboard navigation."""
     (tmp_path / "report.html").write_text(REPORTS[name](), encoding="utf-8")
-    (tmp_path / "probe.html").write_text(
-        PROBE.replace("LOOK", LOOK).replace("WIDTH", str(width)).replace("THEME", theme), encoding="utf-8"
-    )
+    (tmp_path / "probe.html").write_text(PROBE.replace("LOOK", LOOK).replace("WIDTH", str(width)), encoding="utf-8")
     done = browse(tmp_path, "probe.html", "--dump-dom", f"--window-size={max(width, 500)},9000")
     assert "CONSOLE" not in done.stderr, done.stderr
     found = json.loads(unescape(re.search(r'<pre id="found">(.*?)</pre>', done.stdout, re.DOTALL)[1]))
@@ -177,7 +172,7 @@ def test_the_report_works_in_a_browser(name, width, theme, tmp_path):
         assert below.startswith("forward, micro-batch 1 · stage 1")
         assert last.startswith("weight backward" if "split" in name else "backward, micro-batch ")
     if folder := os.environ.get("SCREENSHOTS"):
-        picture = Path(folder, f"{name}-{theme}-{width}.png").resolve()
+        picture = Path(folder, f"{name}-{width}.png").resolve()
         browse(tmp_path, "probe.html", f"--screenshot={picture}", f"--window-size={max(width, 500)},4200")
 
 

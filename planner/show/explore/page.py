@@ -47,7 +47,7 @@ def explore_html(request: ExplorerRequest) -> str:
 def page_script() -> str:
     """Return all scripts of the interactive report as one text."""
     laws_and_page = "\n".join(read_asset(name, __package__) for name in _SCRIPTS)
-    return f"{read_scripts('theme.js', 'timeline.js')}\n{laws_and_page}"
+    return f"{read_scripts('timeline.js')}\n{laws_and_page}"
 
 
 def _figures() -> str:

@@ -226,7 +226,7 @@ def _card(name: str, value: str, remark: str) -> str:
 
 
 def _page(*, title: str, lead: str, figures: Sequence[_Figure], sections: Sequence[Section], data: str = "{}") -> str:
-    script = read_scripts("theme.js", "timeline.js", "report.js")
+    script = read_scripts("timeline.js", "report.js")
     cards = [_card(*figure) for figure in figures]
     links = [element("a", escape_text(section.title), href=f"#{section.anchor}") for section in sections]
     return Template(read_asset("report.html.txt")).substitute(

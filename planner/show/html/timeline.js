@@ -1,7 +1,7 @@
 "use strict";
 // Timeline of a step on the canvas of the page's `.live` box, with zoom, tooltips and keys. `load` shows another step.
 function timeline(live) {
-  const root = document.documentElement, canvas = live.querySelector("canvas"), output = live.querySelector("output");
+  const canvas = live.querySelector("canvas"), output = live.querySelector("output");
   const tip = document.createElement("div");
   tip.id = "tip";
   tip.hidden = true;
@@ -48,7 +48,7 @@ function timeline(live) {
     return boxes;
   }
 
-  const css = (name) => getComputedStyle(root).getPropertyValue(name).trim();
+  const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   const x = (time) => left + (time - view.from) / (view.to - view.from) * (width - left - right);
   const timeAt = (px) => view.from + (px - left) / (width - left - right) * (view.to - view.from);
 
@@ -283,6 +283,6 @@ function timeline(live) {
 
   // Drawing sets the height, so only a new width needs a redraw.
   new ResizeObserver(() => { if (canvas.clientWidth !== width) redraw(); }).observe(canvas.parentElement);
-  theme.whenPainted(redraw);
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
   return { load };
 }
