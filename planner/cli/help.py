@@ -73,13 +73,7 @@ class SectionedCommand(_AsTyped, TyperCommand):
 
 
 def usage_error_of(error: TyperException, arguments: Sequence[str], command: str) -> PlannerError:
-    """Return the error for an invalid command line, which suggests similar words and the right `--help`.
-
-    Args:
-        error: Error of typer.
-        arguments: The command line.
-        command: Name of the command; empty if it is unknown.
-    """
+    """Return the error for an invalid command line, which suggests similar words and the right `--help`."""
     see = f"see `gpipe-plan {command} --help`" if command else "see `gpipe-plan --help`"
     near = sorted(getattr(error, "possibilities", None) or ())
     if near and hasattr(error, "message"):

@@ -45,14 +45,7 @@ def import_numpy_without_threads() -> None:
 
 
 def formatted(value: Any, format_: str, *, text: Callable[[Any, "Style"], str], markdown: Callable[[Any], str]) -> str:
-    """Return a command's result as text, JSON or Markdown.
-
-    Args:
-        value: Result of the command.
-        format_: `text`, `json` or `markdown`.
-        text: Function that returns the result as text.
-        markdown: Function that returns the result as Markdown.
-    """
+    """Return a command's result as text, JSON or Markdown."""
     from planner import files
 
     if format_ == "json":

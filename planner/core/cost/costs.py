@@ -146,12 +146,6 @@ class CostTable:
 class CostsAtSize:
     """Times and memory of a chain at one micro-batch size.
 
-    Args:
-        table: Costs of the profile.
-        micro_batch_size: Samples per micro-batch.
-        extrapolate: True to allow sizes outside the profiled range.
-        replicas: Number of data-parallel pipelines.
-
     Raises:
         UsageError: The profile does not cover the size.
     """

@@ -43,13 +43,7 @@ class DualPipeV(VSchedule):
         return tuple(row.actions)
 
     def refuse(self, num_devices: int, micro_batches: int, chunks: int) -> None:
-        """Raise UsageError if there are fewer micro-batches than stages, as torch's schedule does.
-
-        Args:
-            num_devices: Number of devices.
-            micro_batches: Number of micro-batches.
-            chunks: Stages per device.
-        """
+        """Raise UsageError if there are fewer micro-batches than stages, as torch's schedule does."""
         super().refuse(num_devices, micro_batches, chunks)
         if micro_batches < 2 * num_devices:
             raise UsageError(

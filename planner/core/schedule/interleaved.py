@@ -42,13 +42,7 @@ class Interleaved(Schedule):
         return (*actions, *backwards[steady:])
 
     def refuse(self, num_devices: int, micro_batches: int, chunks: int) -> None:
-        """Raise UsageError if the micro-batches cannot be divided into rounds of equal length.
-
-        Args:
-            num_devices: Number of devices.
-            micro_batches: Number of micro-batches.
-            chunks: Stages per device.
-        """
+        """Raise UsageError if the micro-batches cannot be divided into rounds of equal length."""
         super().refuse(num_devices, micro_batches, chunks)
         rounds = _num_rounds(num_devices, micro_batches)
         if micro_batches % rounds:

@@ -59,13 +59,7 @@ class _Box(NamedTuple):
 
 
 class BottleneckSearch:
-    """Search for the fastest partition of a chain under GPipe.
-
-    Args:
-        problem: Layers, and the stages that a partition may have.
-        micro_batches: Number of micro-batches.
-        deadline: Time limit, after which `OutOfTimeError` is raised.
-    """
+    """Search for the fastest partition of a chain under GPipe."""
 
     def __init__(self, problem: ChainProblem, micro_batches: int, *, deadline: Deadline = NEVER) -> None:
         self.best_so_far: ChainCuts | None = None

@@ -79,13 +79,7 @@ class _StepToBeat(NamedTuple):
 
 
 class CutDynamicProgram:
-    """Dynamic program that finds the best cuts of a chain for one schedule.
-
-    Args:
-        problem: Layers, and the stages that a partition may have.
-        recurrence: Recurrence of the schedule, for example `GPipeRecurrence`.
-        deadline: Time limit, after which `OutOfTimeError` is raised.
-    """
+    """Dynamic program that finds the best cuts of a chain for one schedule."""
 
     def __init__(self, problem: ChainProblem, recurrence: Recurrence, *, deadline: Deadline = NEVER) -> None:
         self.problem = problem

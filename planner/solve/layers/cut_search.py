@@ -89,13 +89,7 @@ def _fits(evaluator: Evaluator, partition: Partition) -> bool:
 
 
 class CutAndLayerSearch(Descent[LayerCandidate]):
-    """Local search over cuts and recomputed layers for one number of devices.
-
-    Args:
-        progress: Best partition so far, and limits of the search.
-        evaluator: Evaluator for this number of devices.
-        devices: Search for the recomputation of each device.
-    """
+    """Local search over cuts and recomputed layers for one number of devices."""
 
     def __init__(self, progress: Progress, evaluator: Evaluator, devices: RecomputeSearch) -> None:
         super().__init__(progress, evaluator)

@@ -31,13 +31,7 @@ class BoundKind(NamedTuple):
 
 
 class PrefixBounds:
-    """Lower bounds of values such as the longest stage time, for the layers before each cut.
-
-    Args:
-        problem: Layers, and the stages that a partition may have.
-        kinds: Values to bound, by name.
-        deadline: Time limit, after which `OutOfTimeError` is raised.
-    """
+    """Lower bounds of values such as the longest stage time, for the layers before each cut."""
 
     def __init__(self, problem: ChainProblem, kinds: Mapping[str, BoundKind], *, deadline: Deadline = NEVER) -> None:
         self._problem, self._kinds, self._deadline = problem, kinds, deadline
