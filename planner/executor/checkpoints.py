@@ -100,7 +100,7 @@ class Checkpoints:
         self._optimizer = OptimizerState(optimizer, dict(pipeline.named_parameters()), pipeline.first_names)
         self._every, self._keep, self._steps = every, keep, steps
         self._watch = pipeline.watch
-        self._others = {**stateful, **further_objects(pipeline.modules, optimizer)}
+        self._others = {**stateful, **further_objects(pipeline.whole_model, pipeline.modules, optimizer)}
         self._saved_step = -1
         self._is_checked = self._is_warned = False
         self._failed: PlannerError | None = None

@@ -20,6 +20,7 @@ from planner.core.values.units import pluralize
 from planner.executor.keep.index import CheckpointIndex, check_rank_files, check_same_computation
 from planner.executor.keep.optimizer_state import OptimizerState, ParameterGroups
 from planner.executor.keep.stored import StoredCheckpoint
+from planner.executor.keep.unsaved import EXTRA_STATE
 from planner.executor.keep.weights import load_weights
 from planner.executor.pipeline import Pipeline
 
@@ -75,6 +76,8 @@ def read_checkpoint(source: Path, pipeline: Pipeline, optimizer: OptimizerState)
     if not is_same_plan:
         _check_equal_on_all_ranks(stored)
     state = {part: own.state_part(part) for part in ("random", "device_random", "pipeline", "others")}
+    if not is_same_plan and EXTRA_STATE in state["others"]:
+        state["others"] = {**state["others"], EXTRA_STATE: _extra_state_of_all_modules(stored)}
     if state["pipeline"].get("step_index") != index.step:
         raise FileError("has the state of another step than its index", path=str(source))
     return CheckpointState(
@@ -90,7 +93,8 @@ def _check_equal_on_all_ranks(stored: StoredCheckpoint) -> None:
     first: Mapping[str, Any] = stored.file(0).state_part("others")
     for rank, file in stored.opened.items():
         others = file.state_part("others")
-        name = next((name for name in {**first, **others} if not _is_equal(first.get(name), others.get(name))), None)
+        names = {**first, **others}.keys() - {EXTRA_STATE}
+        name = next((name for name in sorted(names) if not _is_equal(first.get(name), others.get(name))), None)
         if name is not None:
             raise UsageError(
                 f'{stored.folder}: the state of "{name}" differs between ranks 0 and {rank}, so it can be resumed only '
@@ -98,6 +102,12 @@ def _check_equal_on_all_ranks(stored: StoredCheckpoint) -> None:
                 hint=f"resume under that plan; to change the plan, keep in {name} only what is equal on every rank, "
                 "and state of single parameters in the optimizer or in buffers of the model",
             )
+
+
+def _extra_state_of_all_modules(stored: StoredCheckpoint) -> dict[str, Any]:
+    files = [stored.file(rank) for rank in range(len(stored.index.files))]
+    states = [file.state_part("others").get(EXTRA_STATE, {}) for file in files]
+    return {path: state for of_rank in reversed(states) for path, state in of_rank.items()}
 
 
 def _is_equal(one: Any, other: Any) -> bool:

@@ -27,20 +27,30 @@ from planner.model.python_state import (
     without_leftover_tensors,
 )
 
+EXTRA_STATE = "extra state"
+"""Name of the object with the extra state of modules."""
+
 _STORED = ("state", "param_groups", "defaults", "step")
 """Attributes of an optimizer that `UnsavedState` ignores: three that checkpoints store, and the method `step`."""
 
 
-def further_objects(stages: Sequence[StageModule], optimizer: Optimizer) -> dict[str, Any]:
+def further_objects(model: nn.Module, stages: Sequence[StageModule], optimizer: Optimizer) -> dict[str, Any]:
     """Return objects whose `state_dict()` a checkpoint stores in addition to tensors of model and optimizer, by name.
 
     They have the extra state of modules, and state of an optimizer outside `torch.optim` that belongs to no parameter.
+    All ranks have the same objects, also those without modules that have extra state.
+
+    Args:
+        model: The whole model.
+        stages: Stages of this rank.
+        optimizer: Optimizer of this rank.
     """
     objects: dict[str, Any] = {}
     if not type(optimizer).__module__.startswith("torch.optim"):
         objects["optimizer"] = _OptimizerState(optimizer)
-    extra = _ExtraState(stages)
-    return {**objects, "extra state": extra} if extra.modules else objects
+    if any(map(_has_extra_state, model.modules())):
+        objects[EXTRA_STATE] = _ExtraState(stages)
+    return objects
 
 
 class _OptimizerState:
@@ -61,13 +71,13 @@ class _OptimizerState:
 
 class _ExtraState:
     def __init__(self, stages: Sequence[StageModule]) -> None:
-        self.modules = {path: module for path, module in _modules_of(stages).items() if _has_extra_state(module)}
+        self._modules = {path: module for path, module in _modules_of(stages).items() if _has_extra_state(module)}
 
     def state_dict(self) -> dict[str, Any]:
-        return {path: module.get_extra_state() for path, module in self.modules.items()}
+        return {path: module.get_extra_state() for path, module in self._modules.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for path, module in self.modules.items():
+        for path, module in self._modules.items():
             module.set_extra_state(state[path])
 
 

@@ -336,13 +336,21 @@ def test_scripts_must_change_copies_of_a_tied_parameter_alike(folder: Path) -> N
     )
 
 
-@pytest.mark.parametrize(("what", "counts"), [("shared", 0), ("plain", 2)])
-def test_checkpoints_contain_what_state_dicts_contain(folder: Path, what: str, counts: int) -> None:
-    """An optimizer may share state between parameters or add to `state_dict`; modules may have an extra state."""
+@pytest.mark.parametrize(
+    ("what", "counts", "balance"), [("shared", 0, (2, 2)), ("plain", 2, (2, 2)), ("plain", 2, (1, 3))]
+)
+def test_checkpoints_contain_what_state_dicts_contain(
+    folder: Path, what: str, counts: int, balance: tuple[int, int]
+) -> None:
+    """An optimizer may share state between parameters or add to `state_dict`; modules may have an extra state.
+
+    Extra states are restored by the names of their modules, so the plan may change.
+    """
     case = Case(model=folder / "model.py", balance=(2, 2), settings=(("counts", counts),))
     write_balance(case, folder / "plan.yaml")
+    write_balance(replace(case, balance=balance), folder / "resumed.yaml")
     whole = train(folder, what, "plan", 4, "--checkpoint=checkpoints", "--checkpoint-every=2")
-    rest = train(folder, what, "plan", 4, "--checkpoint=resumed", "--resume=checkpoints/step-00000002")
+    rest = train(folder, what, "resumed", 4, "--checkpoint=resumed", "--resume=checkpoints/step-00000002")
     assert "warning: checkpoints" not in rest
     assert [loss_of(rest, step) for step in (0, 1)] == [loss_of(whole, step) for step in (2, 3)]
 
