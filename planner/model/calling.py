@@ -6,6 +6,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import nn
+from torch.utils._pytree import tree_map
 
 
 def arguments_of(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -13,6 +14,14 @@ def arguments_of(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(inputs, dict):
         return (), dict(inputs)
     return (tuple(inputs), {}) if isinstance(inputs, tuple | list) else ((inputs,), {})
+
+
+def copy_containers(value: Any) -> Any:
+    """Return nested dicts, lists and tuples as new objects with the same leaves.
+
+    Code that removes an item, such as `targets.pop("weight")`, then does not change the original.
+    """
+    return tree_map(lambda leaf: leaf, value)
 
 
 def is_compiled(module: nn.Module) -> bool:

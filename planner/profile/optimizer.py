@@ -65,7 +65,7 @@ def measure_optimizer(
     without = {id(p) for name, p in module.named_parameters() if name in idle}
     part = _share(trained)
     copies = [nn.Parameter(_part(p, part).detach().clone()) for p in trained]
-    share = sum(p.numel() for p in trained) / sum(copy.numel() for copy in copies)
+    share = sum(p.numel() for p in trained) / max(1, sum(copy.numel() for copy in copies))
     for copy in (copy for p, copy in zip(trained, copies, strict=True) if id(p) not in without):
         # Gradients are not zeros, with which AdamW on a CPU takes twice as long and which training does not have.
         copy.grad = 1e-3 * torch.randn_like(copy)
@@ -226,5 +226,5 @@ def _part(parameter: Tensor, share: float) -> Tensor:
 
 def _whole_bytes(state: Tensor, part: Tensor, parameter: Tensor) -> int:
     size = storage_of(state).nbytes()
-    by_row = state.dim() > 0 and len(state) == len(part)
+    by_row = state.dim() > 0 and len(state) == len(part) > 0
     return size * len(parameter) // len(part) if by_row else size

@@ -21,6 +21,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from planner.core.errors import ModelError
 from planner.core.values.precision import Precision
 from planner.model.autocast import forward_context, weight_cast_cache
+from planner.model.calling import copy_containers
 from planner.model.chain import Chain, Layer
 from planner.model.ghosts import Ghost
 from planner.model.load import Batch, LoadedModel, to_device
@@ -85,7 +86,7 @@ class LayerToMeasure:
         with forward_context(self.precision, self.device), without_reentrant_checkpointing():
             output = self.module(tree_unflatten(list(values), received.spec))
             if self.loss_fn is not None:
-                output = self.loss_fn(output, received.targets)
+                output = self.loss_fn(output, copy_containers(received.targets))
         return tree_flatten(output)[0]
 
     def weight_cast_cache(self) -> AbstractContextManager[Any]:
@@ -203,7 +204,7 @@ def _call(layer: Layer, value: Any, size: int) -> Any:
 
 def _check_loss(loaded: LoadedModel, chain: Chain, targets: Any, output: Any) -> None:
     with explain_user_errors(loaded.source.rpartition(":")[0], "`loss_fn(output, target)`"):
-        loss: Any = loaded.loss_fn(output, targets)
+        loss: Any = loaded.loss_fn(output, copy_containers(targets))
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         shape = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
         hint = "return one loss, the mean over samples; print or log other losses within `loss_fn`"

@@ -30,6 +30,7 @@ from planner.executor.run.replay import LayerState
 from planner.executor.run.shapes import Boundary
 from planner.model.autocast import caching_only_with_graph
 from planner.model.batch_norm import BatchStatistics
+from planner.model.calling import copy_containers
 from planner.model.chain import Layer, register_at_path
 from planner.model.layout import match_layout
 from planner.model.process_group import hide_process_group
@@ -270,7 +271,9 @@ class StageModule(nn.Module):
         assert self._loss_fn is not None
         if self.seen is not None:
             self.seen(self.micro_batch, output)
-        return zero_loss_of(output) if targets is UNCOUNTED else self._loss_fn(output, targets)
+        if targets is UNCOUNTED:
+            return zero_loss_of(output)
+        return self._loss_fn(output, copy_containers(targets))  # a recomputation calls it again
 
     def _seed(self, index: int, further: int = 0) -> None:
         self.seeds.seed_generators(self._first_layer + index + further, self._running)

@@ -427,6 +427,14 @@ def test_frozen_layers_have_no_optimizer_cost() -> None:
         assert (cost.state_bytes, cost.peak_bytes, cost.step_us) == (0, 0, 0.0)
 
 
+def test_a_parameter_without_elements_has_a_state_of_no_size() -> None:
+    module = nn.ParameterList([torch.empty(0, 8)])
+    whole = WholeModelOptimizer(torch.optim.SGD, module.parameters())
+    adam = WholeModelOptimizer(lambda p: torch.optim.Adam(p, lr=0.1), module.parameters())
+    costs = [measure_optimizer(module, w, meter=CpuMemoryMeter(), clock=CpuClock(1), repeats=2) for w in (whole, adam)]
+    assert [cost.state_bytes for cost in costs] == [0, 4]  # the number of steps
+
+
 def test_measuring_the_optimizer_does_not_train_the_model() -> None:
     module = nn.Linear(8, 8)
     before = module.weight.detach().clone()
@@ -575,6 +583,19 @@ def test_units_get_the_inputs_and_targets_of_the_model() -> None:
     fresh = last.new_leaf_copies()[0]
     assert fresh.data_ptr() != last.values[0].data_ptr()
     assert fresh.requires_grad
+
+
+def test_a_loss_may_remove_items_of_its_targets() -> None:
+    """Layers are measured many times with the same targets."""
+    loaded: LoadedModel = replace(
+        loaded_model(deep(2)),
+        example_batch=lambda b: Batch(torch.randn(b, 8), {"y": torch.zeros(b, 4), "weight": torch.ones(b, 1)}),
+        loss_fn=lambda output, target: (target.pop("weight") * (output - target["y"]) ** 2).mean(),
+    )
+    units, inputs = trace_layers(chain_of(loaded.build()), loaded, 2, torch.device("cpu"))
+    last = inputs[units[-1].digest]
+    losses = [units[-1].run(last.new_leaf_copies(), last) for _ in range(2)]
+    assert torch.equal(losses[0][0], losses[1][0])
 
 
 def test_a_layer_that_fails_later_is_named_with_its_line() -> None:

@@ -256,4 +256,20 @@ def loss_fn(out, y):
     r = (a == y).float()
     return (-(r - v.detach()) * lp).mean() + F.mse_loss(v, r) - 0.01 * e.mean()
 """,
+    "loss_pops_from_its_targets": """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.Sequential(*[Block() for _ in range(4)])
+        self.head = nn.Linear(D, D)
+    def forward(self, x):
+        x = self.blocks(x)
+        return {"out": self.head(x), "features": x}
+def example_batch(n):
+    x = torch.randn(n, D)
+    return x, {"y": torch.tanh(x.flip(1)), "weight": torch.rand(n, 1)}
+def loss_fn(o, y):
+    weight, features = y.pop("weight"), o.pop("features")
+    return (weight * (o["out"] - y["y"]) ** 2).mean() + 0.1 * features.pow(2).mean()
+""",
 }

@@ -363,4 +363,15 @@ class Refine(nn.Module):
 def build_model():
     return nn.Sequential(nn.Linear(D, D), Refine(), Block(), Refine(), nn.Linear(D, D))
 """,
+    "parameter_without_elements": """
+class Prompted(nn.Module):
+    def __init__(self, length):
+        super().__init__()
+        self.block = Block()
+        self.prompt = nn.Parameter(torch.randn(length, D))
+    def forward(self, x):
+        return self.block(x) + self.prompt.sum(0)
+def build_model():
+    return nn.Sequential(Prompted(2), Prompted(0), Prompted(0), nn.Linear(D, D))
+""",
 }
