@@ -88,7 +88,7 @@ def run_section(report: RunReport) -> Section:
         f"{len(report.losses)} steps, including {report.warmup_steps} for warm-up. Times are per micro-batch. Transfer "
         "times (waiting for data that was ready) and idle times (waiting for data that was not) are per step."
     ) + _attention(report)
-    return Section(anchor="run", title="Run", lead=lead, body=element("div", *charts, class_="charts two") + stages)
+    return Section(anchor="run", title="Run", lead=lead, body=element("div", *charts, class_="charts") + stages)
 
 
 def _attention(report: RunReport) -> str:

@@ -102,35 +102,6 @@ def chart_line(style_class: str, x: tuple[float, float], y: tuple[float, float])
     return element("line", class_=style_class, x1=begin, x2=end, y1=y[0], y2=y[1])
 
 
-def chart_text(x: float, y: float, text: str, anchor: str, *, style_class: str | None = None, tip: str = "") -> str:
-    """Return a text of a chart.
-
-    Args:
-        x: Horizontal position in percent of the width.
-        y: Position of the baseline, in pixels.
-        text: The text.
-        anchor: Part of the text that is at `x`: `start`, `middle` or `end`.
-        style_class: Style class.
-        tip: Tooltip; empty for none.
-    """
-    inner = (element("title", escape_text(tip)) if tip else "") + escape_text(text)
-    return element("text", inner, class_=style_class, x=f"{number(x)}%", y=y, text_anchor=anchor)
-
-
-def chart_point(x: float, y: float, tip: str, *, chosen: bool) -> str:
-    """Return a point of a chart: a diamond if `chosen`, else a circle.
-
-    Args:
-        x: Horizontal position in percent of the width.
-        y: Vertical position in pixels.
-        tip: Tooltip.
-        chosen: True for the plan's own point.
-    """
-    if chosen:
-        return chart_text(x, y + 5, "◆", "middle", style_class="mark", tip=tip)
-    return element("circle", element("title", escape_text(tip)), cx=f"{number(x)}%", cy=y, r=3.5)
-
-
 def remark(text: str) -> str:
     """Return a paragraph with a remark."""
     return element("p", escape_text(text), class_="note")

@@ -175,9 +175,8 @@ def test_report_begins_with_the_assumptions():
 
 def test_trade_off_in_the_report_marks_the_plan():
     words = Page(page_of(explained())).words
-    assert "M = 4: " in words
-    assert words.count("◆") == 4
-    assert "No plan fits with M = 1" in words
+    assert words.count("◆") == words.count("4 ◆") == 1
+    assert "no plan fits" in words
 
 
 def test_memory_over_the_limit_is_marked_in_words():
