@@ -25,9 +25,6 @@ def explore(plan: File | Plan, options: ExploreOptions) -> str:
         plan: A plan, or its file.
         options: Options of `explore`.
 
-    Returns:
-        The text of the page.
-
     Raises:
         StaleError: The profile differs from the one that the plan was made from.
         UsageError: A layer of the profile is in no stage, or a stage has no layers.

@@ -63,9 +63,6 @@ def load_plan(plan: File = "plan.yaml") -> Plan:
     Args:
         plan: The file.
 
-    Returns:
-        The plan.
-
     Raises:
         FileError: The file cannot be read, or is not a plan.
     """

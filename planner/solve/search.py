@@ -98,9 +98,6 @@ def solve(profile: Profile, request: Request, *, tables: WidthTables | None = No
         tables: Cost tables of the profile, which save time if several requests share a profile; None to compute them.
         breaks_ties: False to return any of the fastest plans.
 
-    Returns:
-        The plan, with a lower bound of the step time of all plans.
-
     Raises:
         UsageError: The request contradicts itself or the profile.
         InfeasibleError: No plan fits; the hint names the smallest changes with which a plan fits.

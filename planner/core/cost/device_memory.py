@@ -250,7 +250,7 @@ def most_shared_input_bytes(costs: ChainCosts, counts: IntArray | FloatArray) ->
 def subtract_shared(
     always: FloatArray, parts: FloatArray, shared: SharedBytes, *, exact: bool
 ) -> tuple[FloatArray, FloatArray]:
-    """Return the memory of stages without bytes that another stage on the same device also stores.
+    """Return `always` and `parts` of stages without bytes that another stage on the same device also stores.
 
     Args:
         always: Permanent bytes, shape (partitions, stages).
@@ -258,9 +258,6 @@ def subtract_shared(
         shared: Bytes to subtract.
         exact: True if each layer has a `MemoryDetail` (`ChainCosts.exact`). If False, gradients count in `always`, and
             `shared.received` is not subtracted.
-
-    Returns:
-        `always` and `parts` after the subtraction.
     """
     parts = parts.copy()
     parts[..., _PLACE["casts"]] -= shared.casts
@@ -287,15 +284,12 @@ def counts_with_permanent_bytes(counts: Sequence[FloatArray]) -> FloatArray:
 
 
 def device_peaks(stages: FloatArray, counts: FloatArray) -> FloatArray:
-    """Return the peak memory of each device in bytes, for several partitions.
+    """Return the peak memory of each device in bytes, shape (partitions, devices).
 
     Args:
         stages: Permanent bytes of each stage, then bytes of each kind of allocation (`PARTS`); shape (partitions,
             devices, chunks, 1 + parts).
         counts: Result of `counts_with_permanent_bytes`.
-
-    Returns:
-        Bytes, shape (partitions, devices).
     """
     by_device = stages.reshape(*stages.shape[:2], -1).transpose(1, 2, 0)
     by_point = counts.reshape(*counts.shape[:2], -1)
@@ -307,16 +301,13 @@ def device_peaks(stages: FloatArray, counts: FloatArray) -> FloatArray:
 
 
 def device_peaks_by_choice(stages: FloatArray, choices: IntArray, counts: FloatArray) -> FloatArray:
-    """Return the peak memory of a device in bytes, for each combination of recompute choices of its stages.
+    """Return the peak memory of a device in bytes, shape (partitions, combinations of recompute choices).
 
     Args:
         stages: Permanent bytes of each stage, then bytes of each kind of allocation (`PARTS`); shape (choices,
             partitions, chunks, 1 + parts).
         choices: Combinations of recompute choices, as indices into `stages`; shape (combinations, chunks).
         counts: Result of `counts_with_permanent_bytes` for the device, shape (points, chunks, 1 + parts).
-
-    Returns:
-        Bytes, shape (partitions, combinations).
     """
     by_chunk, by_point = stages.transpose(0, 2, 1, 3), counts.transpose(1, 2, 0)
     size = max(_LEAST_ROWS, _MOST_PRODUCTS // by_point[0].size)

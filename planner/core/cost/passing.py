@@ -74,9 +74,6 @@ class RelayedTensors:
             peaks: Peak memory of each layer's backward.
             output_bytes: Bytes of each layer's output and of the output's gradient, which `peaks` includes.
             backward: Micro-batch whose `WaitingGradients` are added, `first` or `later`; None to add none.
-
-        Returns:
-            Bytes, shape (first layers, last layers).
         """
         inside = self._is_first | self._after_first
         blocks = range(0, len(self._layers), _BLOCK)

@@ -19,9 +19,6 @@ def calibration_of(plan: Plan, evaluation: Evaluation, report: RunReport) -> Cal
         plan: Plan, with predictions that the installed version of the planner has computed again.
         evaluation: Evaluation of the plan on its profile.
         report: Report of a run of the plan.
-
-    Returns:
-        Calibration, with times in microseconds and sizes in bytes.
     """
     overhead_us = plan.inputs.overhead_us if report.overhead_us is None else report.overhead_us
     corrected = Calibration(

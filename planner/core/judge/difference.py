@@ -80,9 +80,6 @@ def difference_of(before: Plan, now: Plan, *, against: str, recomputed: bool) ->
         now: Plan that is compared with the reference plan.
         against: Name of the reference plan.
         recomputed: True if the reference plan was evaluated again from its profile.
-
-    Returns:
-        Times in microseconds and sizes in bytes, of both plans.
     """
     return Difference(
         against=against,

@@ -17,7 +17,7 @@ from planner.core.values.profile import Profile
 def with_cuts(
     plan: Plan, profile: Profile, balance: Sequence[int], *, memory_bytes: tuple[int, ...] | None = None
 ) -> Plan:
-    """Return a plan with other cuts, and with the recomputation that the new stages need.
+    """Return a plan with other cuts, with the recomputation that the new stages need, and with status `given`.
 
     Each device gets the fastest allowed recompute choice that fits: `never`, `except-last` or `always`. If none fits,
     the device gets the choice with the least memory.
@@ -27,9 +27,6 @@ def with_cuts(
         profile: Profile of the plan.
         balance: Layers per stage; there may be more or fewer stages than in the plan.
         memory_bytes: Memory limit of each device in bytes; None for the limits of the plan.
-
-    Returns:
-        Plan with status `given`.
 
     Raises:
         UsageError: The numbers of layers or devices are wrong, or the schedule cannot run so many stages.

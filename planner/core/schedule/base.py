@@ -180,15 +180,12 @@ class Schedule(ABC):
         return max(micro_batches * bounds.pair_us, bounds.work_us + one_after_the_other)
 
     def longest_stage_us(self, upper_us: float, work_us: float, micro_batches: int) -> float:
-        """Return an upper bound of the forward plus backward time of a stage in plans faster than `upper_us`.
+        """Return an upper bound in microseconds of a stage's time per micro-batch, in plans faster than `upper_us`.
 
         Args:
             upper_us: Step time that the plans must beat, in microseconds.
             work_us: Forward plus backward time of a micro-batch in all stages, in microseconds.
             micro_batches: Number of micro-batches.
-
-        Returns:
-            Upper bound for one stage and one micro-batch, in microseconds.
         """
         return upper_us / micro_batches
 
