@@ -106,7 +106,6 @@ def test_engines_without_tensor_parallelism_refuse_the_plan(engine: str, tmp_pat
             folder=str(tmp_path),
             input_paths=InputPaths(plan="plan.yaml", profile="profile.yaml"),
             force=False,
-            note=lambda _: None,
         )
     assert "`--format megatron`, `torchtitan`, `automodel`" in refused.value.hint
     assert not list(tmp_path.iterdir())
