@@ -1,7 +1,7 @@
 """Table of engines, and functions that write a plan in an engine's format."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -19,7 +19,7 @@ from planner.emit.layout import EngineFile, PlanLayout, refuse_tensor_parallel_o
 from planner.emit.megatron import emit_megatron
 from planner.emit.native import InputPaths, RepeatOptions, emit_native
 from planner.emit.schedule_csv import emit_schedule_csv
-from planner.emit.signature import refuse_overwrite
+from planner.emit.signature import is_edited_script, refuse_overwrite
 from planner.emit.split_spec import emit_split_spec
 from planner.emit.torchgpipe import emit_torchgpipe
 from planner.emit.torchtitan import emit_torchtitan
@@ -115,28 +115,24 @@ def write_engine_files(
     refuse_tensor_parallel_or_sharded(engine, plan)
     profile_folder = str(Path(input_paths.profile).parent)
     inputs = (input_paths.plan, input_paths.profile, files.model_path(profile, profile_folder), *input_paths.smaller)
+    where = {"folder": folder, "profile_folder": profile_folder}
     if engine in FORMATS:
         file = engine_file(engine, plan, profile)
         texts = {**file.extra_files, file.name: file.text}
-        paths = tuple(Path(folder, name) for name in texts)
-        files.check_outputs({str(path): str(path) for path in paths}, inputs)
-        _write(dict(zip(paths, texts.values(), strict=True)), force=force)
-        return EmitResult(paths=paths, notes=file.notes, use=file.use)
-    where = {"folder": folder, "profile_folder": profile_folder}
+        return _write(texts, folder, inputs, force=force, notes=file.notes, use=file.use)
     if engine == "native":
         emitted = emit_native(
             plan, profile, smaller=smaller, input_paths=input_paths, repeat_options=repeat_options, **where
         )
     else:
         emitted = load_extension("FORMATS", engine)(plan, profile, **where)
+    texts, notes, use = {"balance.yaml": emitted.balance, **emitted.smaller}, emitted.notes, emitted.use
     if launch is not None:
         script = Path(folder, emitted.name).as_posix()
         file = LAUNCHERS[launch](launch_job(emitted.plans, plan.inputs, script=script, nodes=nodes))
-        emitted = replace(emitted, launch=file, notes=(*emitted.notes, *file.notes), use=file.use)
-    paths = emitted.paths(folder)
-    files.check_outputs({str(path): str(path) for path in paths}, inputs)
-    kept = not emitted.write(folder, force=force)
-    return EmitResult(paths=paths, kept=kept, notes=emitted.notes, use=emitted.use)
+        texts, notes, use = {**texts, file.name: file.text}, (*notes, *file.notes), file.use
+    texts[emitted.name] = emitted.script
+    return _write(texts, folder, inputs, script=emitted.name, force=force, notes=notes, use=use)
 
 
 def engine_file(name: str, plan: Plan, profile: Profile) -> EngineFile:
@@ -154,10 +150,24 @@ def engine_file(name: str, plan: Plan, profile: Profile) -> EngineFile:
     return FORMATS[name](PlanLayout.of(plan, profile))
 
 
-def _write(texts: Mapping[Path, str], *, force: bool) -> None:
-    # All files are checked before the first is written.
-    for path, text in texts.items():
+def _write(
+    texts: Mapping[str, str],
+    folder: str,
+    inputs: Iterable[str | None],
+    *,
+    script: str = "",
+    force: bool,
+    notes: tuple[str, ...],
+    use: str,
+) -> EmitResult:
+    # An edited `script` is kept, because it reads the new balance.yaml. All files are checked before one is written.
+    paths = {Path(folder, name): text for name, text in texts.items()}
+    files.check_outputs({str(path): str(path) for path in paths}, inputs)
+    kept = bool(script) and not force and is_edited_script(Path(folder, script))
+    written = {path: text for path, text in paths.items() if not (kept and path.name == script)}
+    for path, text in written.items():
         if not force:
             refuse_overwrite(path, text)
-    for path, text in texts.items():
+    for path, text in written.items():
         files.write_text(str(path), text)
+    return EmitResult(paths=tuple(paths), kept=kept, notes=notes, use=use)

@@ -15,9 +15,9 @@ from planner.core.values.plan import Inputs, Plan, Stage
 from planner.core.values.precision import precision_of
 from planner.core.values.profile import THIS_TOOL, Device, Profile
 from planner.core.values.units import format_bytes, format_speed, format_us, pluralize
-from planner.emit.layout import EngineFile, PlanLayout, refuse_tensor_parallel_or_sharded
-from planner.emit.signature import is_edited, is_script_with_balance, refuse_edited, with_signature
-from planner.files import digest_of, dump, reference_path, relocate_source, write_text
+from planner.emit.layout import PlanLayout, refuse_tensor_parallel_or_sharded
+from planner.emit.signature import with_signature
+from planner.files import digest_of, dump, reference_path, relocate_source
 
 _HEADER = """\
 Layers of each stage, written by `gpipe-plan emit`.
@@ -53,37 +53,6 @@ class NativeFiles:
     """Text of each balance configuration for fewer processes, by file name."""
     plans: tuple[Balance, ...]
     """All balance configurations, most processes first."""
-    launch: EngineFile | None = None
-    """Launcher that starts the script on a cluster, if requested."""
-
-    def paths(self, folder: str) -> tuple[Path, ...]:
-        """Return the paths of all files in `folder`; the script is last."""
-        launch = () if self.launch is None else (self.launch.name,)
-        return tuple(Path(folder, name) for name in ("balance.yaml", *self.smaller, *launch, self.name))
-
-    def write(self, folder: str, *, force: bool = False) -> bool:
-        """Write all files to `folder`. Return False if an edited script was kept, which `force` prevents.
-
-        Raises:
-            FileError: A balance configuration or the launcher was edited, the existing script was not written by
-                `emit`, or a file cannot be written.
-        """
-        cuts = {Path(folder, "balance.yaml"): self.balance, **{Path(folder, n): t for n, t in self.smaller.items()}}
-        launch = {} if self.launch is None else {Path(folder, self.launch.name): self.launch.text}
-        script = Path(folder, self.name)
-        if not force:
-            for path in cuts:
-                refuse_edited(path, hint="edit the plan instead; `--force` overwrites this file")
-            for path in launch:
-                refuse_edited(path, hint="to keep it, remove `--launch`; `--force` overwrites it")
-        is_kept = not force and is_edited(script)
-        if is_kept and not is_script_with_balance(script):
-            refuse_edited(script)
-        for path, text in {**cuts, **launch}.items():
-            write_text(str(path), text)
-        if not is_kept:
-            write_text(str(script), self.script)
-        return not is_kept
 
 
 def emit_native(

@@ -23,25 +23,21 @@ def is_edited(path: Path) -> bool:
     return signature.strip() != _digest(body)
 
 
-def is_script_with_balance(path: Path) -> bool:
-    """Return True if `emit` wrote the file and its text names `balance.yaml`, even if a user has edited the file."""
+def is_edited_script(path: Path) -> bool:
+    """Return True if `emit` wrote the file, its text names `balance.yaml`, and a user has edited it."""
     text = _text(path)
-    return text is not None and _SIGNATURE in text and "balance.yaml" in text
-
-
-def refuse_edited(path: Path, *, hint: str = "keep it, or pass `--force`") -> None:
-    """Raise FileError if `is_edited`."""
-    if is_edited(path):
-        raise FileError("was edited since it was emitted", path=str(path), hint=hint)
+    return text is not None and _SIGNATURE in text and "balance.yaml" in text and is_edited(path)
 
 
 def refuse_overwrite(path: Path, text: str) -> None:
     """Raise FileError if writing `text` would overwrite a file that a user has edited."""
+    hint = "keep it, or pass `--force`; to change the cuts, edit the plan instead"
     if _SIGNATURE in text:
-        refuse_edited(path)
+        if is_edited(path):
+            raise FileError("was edited since it was emitted", path=str(path), hint=hint)
     # Without a signature, any difference may be an edit.
     elif _text(path) not in (None, text):
-        raise FileError("exists with other content", path=str(path), hint="keep it, or pass `--force`")
+        raise FileError("exists with other content", path=str(path), hint=hint)
 
 
 def _text(path: Path) -> str | None:
