@@ -51,7 +51,8 @@ class BackendResult:
 def layer_profiles(task: ProfilingTask, costs: MeasuredCosts) -> tuple[LayerProfile, ...]:
     """Return the profile of every layer, in order."""
     records, chain = costs.records, task.chain
-    saved = [saved_bytes([records.memory[unit.digest, size] for unit in records.units]) for size in records.sizes]
+    memory = task.measurements.memory
+    saved = [saved_bytes([memory[unit.digest, size] for unit in records.units]) for size in records.sizes]
     tied = tied_parameters(chain.layers)
     views = _view_gradients(chain.layers, records, tied)
     return tuple(
@@ -72,9 +73,9 @@ def _layer_profile(
     layer, digest, sizes = task.chain.layers[n], costs.records.units[n].digest, costs.records.sizes
     times = [costs.times[digest, size] for size in sizes]
     half_times = [costs.half_times_us[digest, size] for size in sizes if (digest, size) in costs.half_times_us]
-    split_memory = costs.records.split_memory
+    split_memory = task.measurements.split_memory
     split = tuple(split_memory[digest, size] for size in sizes if (digest, size) in split_memory)
-    details = tuple(costs.records.memory[digest, size] for size in sizes)
+    details = tuple(task.measurements.memory[digest, size] for size in sizes)
     optimizer = costs.optimizer[n]
     sharers, tied_bytes = _ties(layer, tied)
     names = costs.records.names_in(n, costs.idle[digest])

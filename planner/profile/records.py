@@ -9,7 +9,6 @@ from typing import TypeVar
 import torch
 
 from planner.core.errors import MeasurementError
-from planner.core.values.profile import MemoryDetail, SplitMemory
 from planner.device.kinds import kind_of
 from planner.device.machine import release_freed_memory
 from planner.device.meter import MemoryMeter, is_out_of_memory
@@ -52,14 +51,11 @@ class MeasurementHooks:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerRecords:
-    """Traced layers, and their memory at every micro-batch size that fits on the device."""
+    """Traced layers, and the micro-batch sizes that fit on the device."""
 
     units: tuple[LayerToMeasure, ...]
     sizes: tuple[int, ...]
     inputs: Mapping[LayerKey, MeasurementInput]
-    memory: Mapping[LayerKey, MemoryDetail]
-    split_memory: Mapping[LayerKey, SplitMemory]
-    """Memory with a split backward; empty if it was not measured."""
 
     @cached_property
     def distinct(self) -> dict[str, LayerToMeasure]:
@@ -114,14 +110,7 @@ def record_sizes(task: ProfilingTask, hooks: MeasurementHooks) -> LayerRecords:
             break
         inputs |= {sized.key: sized.received for sized in sized_units}
         sizes.append(size)
-    measurements = task.measurements
-    return LayerRecords(
-        units=units,
-        sizes=tuple(sizes),
-        inputs=inputs,
-        memory=measurements.memory,
-        split_memory=measurements.split_memory,
-    )
+    return LayerRecords(units=units, sizes=tuple(sizes), inputs=inputs)
 
 
 def record_memory(sized_units: Sequence[SizedLayer], task: ProfilingTask, meter: MemoryMeter) -> None:

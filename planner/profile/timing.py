@@ -92,7 +92,7 @@ def measure_times(
     samples, split_samples = task.measurements.samples, task.measurements.split_samples
     kept_bytes = {
         key: detail.internal_bytes + sum(tensor.bytes for tensor in (*detail.inputs, *detail.outputs))
-        for key, detail in records.memory.items()
+        for key, detail in task.measurements.memory.items()
     }
     # Layers with equal operators take turns. If only one of them ran, its parameters would stay in the cache.
     equal = {digest: equal_layers(units, digest) for digest, _ in inputs}

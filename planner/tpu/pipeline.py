@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from planner.core.errors import UsageError
-from planner.core.schedule import GPIPE, schedule_of
 from planner.core.values.balance import Balance
 from planner.executor.run.parts import micro_batches_of, tensors_in_value
 from planner.model.chain import Chain, Layer
@@ -37,7 +36,11 @@ class JaxPipeline:
     """
 
     def __init__(self, loaded: LoadedModel, chain: Chain, balance: Balance, devices: Sequence[Any]) -> None:
-        _check(loaded, balance)
+        if loaded.loss_count is not None:
+            raise UsageError(
+                "the JAX program takes the mean of the micro-batches' losses, but the model defines `loss_count`",
+                hint="emit for the bundled executor: `--format native`",
+            )
         self._counted_labels = loaded.counted_labels
         self._chain, self._cuts = chain, list(pairwise(accumulate(balance.balance, initial=0)))
         batch = loaded.example_batch(balance.batch // balance.micro_batches)
@@ -89,19 +92,6 @@ class JaxPipeline:
             tensor.reshape(self.program.micro_batches, -1, *tensor.shape[1:]) for tensor in tensors_in_value(value)
         )
         return self.program.copy_to_all_devices(map(_as_numpy, pieces))
-
-
-def _check(loaded: LoadedModel, balance: Balance) -> None:
-    if loaded.loss_count is not None:
-        raise UsageError(
-            "the JAX program takes the mean of the micro-batches' losses, but the model defines `loss_count`",
-            hint="emit for the bundled executor: `--format native`",
-        )
-    if schedule_of(balance.schedule) is not GPIPE:
-        raise UsageError(
-            f"the JAX program runs GPipe's schedule, but the plan is for {balance.schedule}",
-            hint="solve with `--schedule gpipe`",
-        )
 
 
 def _stages(loaded: LoadedModel, chain: Chain, balance: Balance, batch: Any) -> list[JaxStage]:

@@ -41,7 +41,7 @@ class SharedSlots(NamedTuple):
 
 def shared_slots(stages: Sequence[Sequence[ArrayKind]]) -> SharedSlots:
     """Return the memory in which a device can store the arrays of any of these stages."""
-    counts = [_count_kinds(stage) for stage in stages]
+    counts = [Counter(array.kind for array in stage for _ in range(array.count)) for stage in stages]
     fullest = max((sum(array.count * array.bytes for array in stage) for stage in stages), default=0)
     if not fullest:
         return SharedSlots(1.0, are_vectors=False)
@@ -66,13 +66,6 @@ def _loop_bytes(stages: Sequence[Sequence[ArrayKind]], kind: str) -> int:
         for stage in stages
     )
     return sum(map(max, zip_longest(*widths, fillvalue=0)))
-
-
-def _count_kinds(stage: Sequence[ArrayKind]) -> Counter[str]:
-    counted: Counter[str] = Counter()
-    for array in stage:
-        counted[array.kind] += array.count
-    return counted
 
 
 def _sum(counts: Mapping[str, int], sizes: Mapping[str, int]) -> int:

@@ -110,7 +110,8 @@ class LaunchJob:
         return [f"Cuts between nodes: {'; '.join(cuts)}."]
 
     def _about_plans(self) -> list[str]:
-        fewer = [f"{_described(s)} ({_balance_of(s)})" for s in self.cluster_sizes[1:]]
+        balance = PurePath("balance.yaml")
+        fewer = [f"{_described(s)} ({cuts_path(balance, s.num_processes)})" for s in self.cluster_sizes[1:]]
         return [f"With fewer nodes it continues with {', or '.join(fewer)}."] if fewer else []
 
 
@@ -189,7 +190,3 @@ def _notes(inputs: Inputs, size: Nodes) -> tuple[str, ...]:
 
 def _described(size: Nodes) -> str:
     return f"{pluralize(size.count, 'node')} of {pluralize(size.devices, 'process', 'es')}"
-
-
-def _balance_of(size: Nodes) -> str:
-    return cuts_path(PurePath("balance.yaml"), size.num_processes).name

@@ -21,7 +21,7 @@ class OptimizerState:
     def __init__(
         self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor], first_names: Mapping[str, str]
     ) -> None:
-        self._optimizer, self._first_names = optimizer, first_names
+        self._optimizer = optimizer
         self._names = {id(parameter): first_names.get(name, name) for name, parameter in parameters.items()}
 
     def state_by_name(self) -> dict[str, dict[str, Any]]:
@@ -47,7 +47,8 @@ class OptimizerState:
         Raises:
             FileError: The checkpoint is damaged.
         """
-        on_device = {id(p) for g in self._optimizer.param_groups if _steps_on_device(g) for p in g["params"]}
+        groups = [g for g in self._optimizer.param_groups if g.get("capturable") or g.get("fused")]
+        on_device = {id(p) for group in groups for p in group["params"]}
         states: dict[str, dict[str, Any]] = {}
         for name, parameter in self._named_parameters():
             state = checkpoint.file_of_tensor(name)[0].optimizer_state(name)
@@ -82,7 +83,3 @@ class OptimizerState:
     def _named_parameters(self) -> list[tuple[str, Tensor]]:
         held = [p for group in self._optimizer.param_groups for p in group["params"]]
         return [(self._names[id(p)], p) for p in held if id(p) in self._names]
-
-
-def _steps_on_device(group: Mapping[str, Any]) -> bool:
-    return bool(group.get("capturable") or group.get("fused"))

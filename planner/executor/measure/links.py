@@ -20,6 +20,7 @@ from planner.core.values.profile import THIS_TOOL, Device, Environment
 from planner.device.clock import median_us
 from planner.device.kinds import DEVICE_KINDS, kind_of
 from planner.executor.measure.calibrate import MICRO_BATCHES, make_empty_step
+from planner.executor.run.placement import gather_from_all_ranks
 
 _SIZES = tuple(4**n * 1024 for n in range(8))
 """Message sizes in bytes: 1 KiB to 16 MiB."""
@@ -83,8 +84,7 @@ def _measured(device: torch.device, progress: Callable[[str, int, int], None]) -
                 link = fit_link(_SIZES, times, blocking=not kind.transfers_overlap)
                 measured = MeasuredLink(link=link, sample_bytes=_SIZES, sample_us=tuple(times))
         dist.barrier()
-    everyones: list[MeasuredLink | None] = [None] * world
-    dist.all_gather_object(everyones, measured)
+    everyones = gather_from_all_ranks(measured)
     if rank > 0:
         return None
     return Links(

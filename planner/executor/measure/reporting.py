@@ -21,7 +21,7 @@ from planner.core.values.run_report import RunReport, StageRun
 from planner.device.kinds import kind_of
 from planner.executor.measure.recorder import WARM_UP_STEPS, RunRecorder
 from planner.executor.measure.run_times import ProcessRun, RunStep, with_waits
-from planner.executor.run.placement import ProcessPlace
+from planner.executor.run.placement import ProcessPlace, gather_from_all_ranks
 from planner.executor.run.stage_module import StageModule
 from planner.model.precision import parameter_dtype_name
 
@@ -117,8 +117,7 @@ def clock_offset_ns(
 
 
 def _on_clock_of_rank_0(steps: tuple[RunStep, ...], rank: int, device: torch.device) -> tuple[RunStep, ...]:
-    hosts: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(hosts, socket.gethostname())
+    hosts = gather_from_all_ranks(socket.gethostname())
     offset_ns = 0
     for peer, host in enumerate(hosts):
         if host != hosts[0] and rank in (0, peer):

@@ -26,7 +26,6 @@ class Backend(Protocol):
 
     def describe(self) -> Device:
         """Return the device to which the costs apply. `Device.how` says if they are measured, compiled or estimated."""
-        ...
 
     def measure(self, task: ProfilingTask) -> BackendResult:
         """Return time and memory of every layer at every micro-batch size.
@@ -35,7 +34,6 @@ class Backend(Protocol):
             ModelError: A layer fails when it runs, or cannot be compiled.
             MeasurementError: Memory does not suffice.
         """
-        ...
 
     def check(self, loaded: LoadedModel, *, lean: bool) -> None:
         """Raise an error if the backend cannot run a model. `lean` is True if its parameters have no values.
@@ -44,7 +42,6 @@ class Backend(Protocol):
             ModelError: The layers read values of tensors, but the backend runs them without values.
             UsageError: The device does not support the model's precision.
         """
-        ...
 
 
 def backend_of(name: str) -> Backend:
