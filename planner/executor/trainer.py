@@ -18,7 +18,7 @@ from planner.executor.measure.step_record import OnStep, StepCallback, StepRecor
 from planner.executor.mini_batches import MiniBatches
 from planner.executor.run.agreement import Phase, PhaseAgreement
 from planner.executor.run.engine import Engine
-from planner.executor.run.evaluation import EvaluationResult, ForwardRunner, Metrics, MetricsCollector
+from planner.executor.run.evaluation import EvaluationResult, ForwardRunner, Metrics, MetricsCollector, mean_results
 from planner.executor.run.gradients import (
     check_gradients,
     check_gradients_have_values,
@@ -29,7 +29,6 @@ from planner.executor.run.loss_scale import LossScale
 from planner.executor.run.losses import loss_weights_of_parts, sum_losses
 from planner.executor.run.parts import MiniBatchPart, micro_batches_of
 from planner.executor.run.random_state import StepSeeds, keeping_random_state
-from planner.executor.run.relay import MetricsRelay
 from planner.executor.run.same_batch import NO_CHECKSUMS
 from planner.executor.run.script_changes import ScriptChanges
 from planner.executor.watch.activity import ANY
@@ -45,7 +44,6 @@ class Trainer:
     ) -> None:
         self._job, self._assembly, self._mini_batches = job, assembly, mini_batches
         self._groups, self._recorder = assembly.groups, assembly.recorder
-        self._relay = MetricsRelay(job.place, assembly.groups, job.device)
         self._parameters = dict(assembly.named_parameters())
         self._script = ScriptChanges(self._parameters.values() if job.place.num_devices > 1 else [])
         self._agreement = PhaseAgreement(job.place, assembly.groups, job.device, job.activity, script=self._script)
@@ -138,11 +136,8 @@ class Trainer:
         self._job.activity.begin("the evaluation")
         with keeping_random_state():
             losses = [loss for part, _, weights in agreed for loss in self._evaluate_part(part, weights, observed)]
-        names = self._relay.broadcast_names(list(observed.sums)) if metrics is not None else []
-        numbers = [sum_losses(losses), observed.samples, *(observed.sums.get(name, 0.0) for name in names)]
-        loss, samples, *sums = self._relay.sum_over_replicas(numbers, len(numbers))
+        loss, means = mean_results(sum_losses(losses), observed, self._job.place, self._groups, self._job.device)
         self._job.activity.begin("between steps")
-        means = {name: total / samples for name, total in zip(names, sums, strict=True)}
         return EvaluationResult(loss=loss, metrics=means, outputs=observed.outputs())
 
     def check_draws(self) -> None:

@@ -9,16 +9,16 @@ fail, often on a rank without fault, or never end. So each rank first compares a
 the first rank that differs reports the difference.
 """
 
-from collections.abc import Sequence
-from typing import Final, Literal, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from planner.core.errors import TrainingError
 from planner.core.values.units import pluralize
 from planner.executor.run.placement import ProcessGroups, ProcessPlace
-from planner.executor.run.relay import start_transfer
 from planner.executor.run.same_batch import NO_CHECKSUMS, BatchChecksums
 from planner.executor.run.script_changes import NO_RECORD, ScriptChanges, ScriptRecord
 from planner.executor.run.transfers import wait_for_all
@@ -155,7 +155,7 @@ class PhaseAgreement:
         self._activity.begin(_DOING[begun.phase], waits_for=place.position - 1 if place.position else None)
         if place.position > 0:
             previous = place.rank_of(place.position - 1)  # stage k < K is on device k, in a loop and in a V
-            wait_for_all(start_transfer(dist.irecv, self._received, previous, group))
+            wait_for_all(_start_transfer(dist.irecv, self._received, previous, group))
             *numbers, count, rates, gradients, added, weights = self._received.tolist()
             received = _BegunPhase.read(numbers)
             if received._replace(checksums=begun.checksums) != _BegunPhase.read(begun.numbers):
@@ -167,7 +167,7 @@ class PhaseAgreement:
         if place.position + 1 < place.num_devices:
             self.wait_until_sent()  # the previous message, which the next rank has received by now
             self._own.copy_(torch.tensor([*begun.numbers, *self._script.record], dtype=torch.float64))
-            self._sending = start_transfer(dist.isend, self._own, place.rank_of(place.position + 1), group)
+            self._sending = _start_transfer(dist.isend, self._own, place.rank_of(place.position + 1), group)
 
     def _compare_replicas(self, begun: _BegunPhase, count: float) -> float:
         place, group = self._place, self._groups.replicas
@@ -207,3 +207,11 @@ class PhaseAgreement:
             hint="use no sampler that splits the data over ranks, and pass the loader to `pipeline.batches`, so that "
             "all ranks draw the same random numbers for it",
         )
+
+
+def _start_transfer(
+    operation: Callable[..., Any], numbers: Tensor, rank: int, group: dist.ProcessGroup | None
+) -> list[dist.Work]:
+    # As a batch of one operation, because NCCL then needs no communicator, and no memory, for this pair of ranks.
+    works: list[dist.Work] = dist.batch_isend_irecv([dist.P2POp(operation, numbers, rank, group=group)])
+    return works

@@ -11,12 +11,13 @@ from itertools import product
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map, tree_map_only
 
 from planner.core.errors import UsageError
 from planner.core.values.precision import Precision
-from planner.executor.run.placement import ProcessPlace
+from planner.executor.run.placement import ProcessGroups, ProcessPlace
 from planner.executor.run.stage_module import StageModule
 from planner.executor.run.transfers import Message, Transfers
 from planner.model.autocast import forward_context, weight_cast_cache
@@ -132,6 +133,33 @@ class ForwardRunner:
             inputs = transfers.take(message)
         with forward_context(self.precision, self.device):
             return module(*inputs)
+
+
+def mean_results(
+    loss: Tensor | float, observed: MetricsCollector, place: ProcessPlace, groups: ProcessGroups, device: torch.device
+) -> tuple[float, dict[str, float]]:
+    """Return the loss and the mean metrics over all replicas. Every rank must call this function.
+
+    Args:
+        loss: Sum of the weighted losses of this rank's micro-batches; read on the last stage only.
+        observed: Metrics of this rank's micro-batches; read on the last stage only.
+        place: Place of this process in the job.
+        groups: Process groups of this process.
+        device: Device of the messages.
+    """
+    box: list[Any] = [None]
+    if place.is_last:
+        names = sorted(observed.sums)
+        numbers = [loss, observed.samples, *(observed.sums[name] for name in names)]
+        totals = torch.stack([torch.as_tensor(number, dtype=torch.float64, device=device) for number in numbers])
+        if groups.replicas is not None:
+            dist.all_reduce(totals, group=groups.replicas)
+        box = [(names, totals.tolist())]
+    if place.num_devices > 1:
+        last = place.rank_of(place.num_stages - 1)
+        dist.broadcast_object_list(box, src=last, group=groups.pipeline, device=device)
+    names, (loss_of_all, samples, *sums) = box[0]
+    return loss_of_all, {name: total / samples for name, total in zip(names, sums, strict=True)}
 
 
 def _numbers(values: Any) -> dict[str, float]:
