@@ -39,9 +39,9 @@ from planner.core.cost.peak_points import stage_peak_points
 from planner.core.errors import UsageError
 from planner.core.schedule import GPIPE
 from planner.core.values.plan import Recompute, StageMemory
-from planner.core.values.profile import ArrayKind
+from planner.core.values.profile import ArrayKind, ProgramMemory
 from planner.tpu.slots import shared_slots
-from planner.tpu.stage_memory import CompiledLayerMemory, CompiledStageMemory, ProgramArrays
+from planner.tpu.stage_memory import CompiledLayerMemory, CompiledStageMemory
 
 _GAPS = 1.1
 """Factor on a stage's forward or backward in one program of all stages, for gaps between arrays of different sizes."""
@@ -72,8 +72,8 @@ def program_memory(costs: ChainCosts, partition: Partition) -> StageMemory:
     Raises:
         UsageError: The profile does not record the memory of layers in one compiled program.
     """
-    programs = costs.memory_model
-    if not isinstance(programs, CompiledLayerMemory) or not programs.arrays:
+    memory = costs.memory_model
+    if not isinstance(memory, CompiledLayerMemory) or not memory.programs:
         raise UsageError(
             "the profile does not record what layers need in one compiled program",
             hint="profile for a TPU, which need not be attached: `gpipe-plan profile MODEL --device tpu:v2`",
@@ -100,7 +100,7 @@ def program_memory(costs: ChainCosts, partition: Partition) -> StageMemory:
         )
         for k, (first, end) in enumerate(intervals)
     ]
-    most = _with_slot_padding(programs.arrays, intervals, _ProgramParts(*map(max, zip(*stages, strict=True))), choices)
+    most = _with_slot_padding(memory.programs, intervals, _ProgramParts(*map(max, zip(*stages, strict=True))), choices)
     forward = most.input + most.kept + most.input + _GAPS * most.forward
     backward = most.gradients + most.input + most.kept + 2 * most.input + _GAPS * most.backward
     gradients = most.gradients if backward > forward else 0.0
@@ -139,7 +139,7 @@ class _ProgramParts(NamedTuple):
 
 
 def _with_slot_padding(
-    layers: Sequence[ProgramArrays],
+    layers: Sequence[ProgramMemory],
     intervals: Sequence[tuple[int, int]],
     most: _ProgramParts,
     choices: Sequence[Recompute],

@@ -6,7 +6,7 @@ number per layer, or one per possible stage (first layer, last layer), as in `pl
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 
@@ -18,22 +18,12 @@ from planner.core.cost.peak_points import BACKWARDS, FORWARDS
 from planner.core.cost.size_costs import ProfiledLayerCosts, costs_without_records
 from planner.core.cost.stages import StageTable, StageTableBuilder
 from planner.core.values.plan import Recompute
-from planner.core.values.profile import ArrayKind, LayerProfile, ProgramMemory
+from planner.core.values.profile import LayerProfile, ProgramMemory
 
 _GAPS: Final = 1.05
 """Factor for gaps between arrays of different sizes, which are not in the executables of single layers. Without the
 factor, predictions were 0.92 to 1.06 times the memory of programs that were compiled with `compiler_options_for`
 (docs/measurements/tpu-composition.md)."""
-
-
-class ProgramArrays(NamedTuple):
-    """Arrays of one layer that a device stores."""
-
-    trained: tuple[ArrayKind, ...]
-    kept: tuple[ArrayKind, ...]
-    """Arrays kept for the backward."""
-    received: tuple[ArrayKind, ...]
-    """Arrays received over the boundary before the layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -56,8 +46,8 @@ class CompiledLayerMemory:
     """Padding of activations until a loop over micro-batches stores them flattened, in bytes. Excludes gaps."""
     laid_out: FloatArray
     """Bytes of a copy of the model's input for one micro-batch, in the first layer's layout; 0 for all other layers."""
-    arrays: tuple[ProgramArrays, ...]
-    """Arrays of each layer at the profiled micro-batch size nearest to the plan's; empty if the profile has none."""
+    programs: tuple[ProgramMemory, ...]
+    """Records of each layer at the profiled micro-batch size nearest to the plan's; empty if they list no arrays."""
 
     def in_stages(self, builder: StageTableBuilder, micro_batches: int) -> "CompiledStageMemory":
         """Return the memory of each stage of `builder`, computed from the memory of the stage's layers."""
@@ -131,7 +121,6 @@ def _layer_memory(programs: Sequence[ProgramMemory], saved: FloatArray) -> Compi
 
     carried = each(lambda program: program.carried_bytes)
     reshaped = np.array([program.reshaped_bytes for program in programs], dtype=float)
-    arrays = tuple(ProgramArrays(program.trained, program.kept, program.received) for program in programs)
     return CompiledLayerMemory(
         carried=carried,
         level=prefix_sums(carried)[:-1] + each(lambda program: program.peak_bytes),
@@ -141,5 +130,5 @@ def _layer_memory(programs: Sequence[ProgramMemory], saved: FloatArray) -> Compi
         reshaped=reshaped,
         waiting=np.where(reshaped > 0, np.maximum(carried / _GAPS - saved, 0.0), 0.0),
         laid_out=each(lambda program: program.laid_out_bytes),
-        arrays=arrays if all(layer.received for layer in arrays) else (),
+        programs=tuple(programs) if all(program.received for program in programs) else (),
     )
