@@ -14,13 +14,14 @@ changes no counter). Every tensor of the state is therefore stored as a copy-on-
 the tensor until one of the two is written. A changed tensor is replaced by its clone, not overwritten, because another
 micro-batch's backward may still read it.
 
-If the state has not changed since the last snapshot, that snapshot is used again. This is the usual case, because the
-state does not include running statistics of batch normalization (`planner.model.batch_norm`).
+If the state has not changed since the last snapshot, that snapshot is used again. This is the usual case, because a
+forward does not change the state of batch normalization (`planner.model.batch_norm`).
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import chain
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -31,9 +32,6 @@ from planner.core.errors import ModelError
 from planner.model.nests import ABSENT
 from planner.model.python_state import NUMBERS
 from planner.model.state import StateLocation, stateful_modules
-
-_DEFERRED = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-_STATISTICS = frozenset(("running_mean", "running_var", "num_batches_tracked"))
 
 
 @dataclass(slots=True)
@@ -52,9 +50,6 @@ class _Entry:
     @property
     def key(self) -> tuple[int, str]:
         return id(self.location.holder), self.location.name
-
-    def is_at(self, location: StateLocation) -> bool:
-        return self.location.holder is location.holder and self.location.name == location.name
 
     @property
     def is_replaced(self) -> bool:
@@ -83,8 +78,44 @@ class _Entry:
             self.location.holder[self.location.name] = value
 
 
-class _Snapshot(NamedTuple):
+@dataclass(frozen=True)
+class _StateTensors:
+    """Tensors of the state before a forward: buffers, frozen parameters and tensors in attributes."""
+
     entries: list[_Entry]
+    names: list[Any]
+    """Number of buffers of each module, then the names of all buffers, to detect added and renamed buffers."""
+    values: list[Any]
+    """Tensors of the state, to detect replaced tensors."""
+    cloned: list[Tensor]
+    """State tensors of which a copy-on-write clone is stored."""
+    addresses: list[int]
+    """Memory addresses of `cloned`. A tensor that is written gets another address, as its clone keeps the memory."""
+    others: list[_Entry]
+    """Entries that have no copy-on-write clone."""
+
+    @classmethod
+    def of(cls, entries: list[_Entry], names: list[Any], values: list[Any]) -> "_StateTensors":
+        clones = _Clones()
+        for entry in entries:
+            if _supports_lazy_clone(entry.value):
+                entry.clone = clones.of(entry, entry.value)
+            else:
+                entry.version = _version(entry.value)
+        cloned = [entry.value for entry in entries if entry.clone is not None]
+        others = [entry for entry in entries if entry.clone is None]
+        return cls(entries, names, values, cloned, list(map(_address, cloned)), others)
+
+    def are_still(self, names: list[Any], values: list[Any]) -> bool:
+        if self.names != names or len(self.values) != len(values) or not all(map(is_, self.values, values)):
+            return False
+        # Compare whole lists, because a convolutional network has hundreds of tensors, and its micro-batches take only
+        # milliseconds.
+        return list(map(_address, self.cloned)) == self.addresses and not any(each.is_written for each in self.others)
+
+
+class _Snapshot(NamedTuple):
+    tensors: _StateTensors
     numbers: list[Any]
 
 
@@ -95,12 +126,11 @@ class LayerState:
     """
 
     def __init__(self, layers: Iterable[tuple[str, nn.Module]], *, only: Collection[str] | None = None) -> None:
-        owners = (owner for owner in stateful_modules(layers) if only is None or owner.path in only)
-        # A forward does not change running statistics of batch normalization. Many models have hundreds of them.
-        self._owners = [
-            replace(owner, elsewhere=owner.elsewhere | _STATISTICS) if isinstance(owner.module, _DEFERRED) else owner
-            for owner in owners
-        ]
+        self._owners = [owner for owner in stateful_modules(layers) if only is None or owner.path in only]
+        self._modules = [owner.module for owner in self._owners]
+        self._usual = [each.module for each in self._owners if not (each.elsewhere or each.tensors)]
+        """Modules whose tensors are all parameters or buffers of their layers. Nearly all modules are of this kind."""
+        self._unusual = [each for each in self._owners if each.elsewhere or each.tensors]
         self._numbers = [(vars(owner.module), name) for owner in self._owners for name in owner.numbers]
         self._last: _Snapshot | None = None
         self._rewritten: set[tuple[int, str]] = set()
@@ -113,17 +143,17 @@ class LayerState:
     def snapshot(self) -> _Snapshot:
         """Return a snapshot of the current state."""
         last = self._last
-        if last is not None and self._are_still(last.entries):
-            entries = last.entries
+        if last is not None and self._are_still(last.tensors):
+            tensors = last.tensors
         else:
-            clones = _Clones()
-            entries = [clones.entry_of(location) for owner in self._owners for location in owner.locations()]
+            entries = [_Entry(location, location.value) for owner in self._owners for location in owner.locations()]
+            tensors = _StateTensors.of(entries, self._names(), self._values())
         numbers: list[Any] = [holder.get(name) for holder, name in self._numbers]
         if last is not None and all(map(is_, numbers, last.numbers)):
             numbers = last.numbers
         else:
             numbers = [value if type(value) in NUMBERS else ABSENT for value in numbers]
-        self._last = _Snapshot(entries, numbers)
+        self._last = _Snapshot(tensors, numbers)
         return self._last
 
     def restore(self, snapshot: _Snapshot) -> None:
@@ -142,23 +172,33 @@ class LayerState:
             snapshot = self.snapshot()
             with _explained_resizing():
                 result = run(*arguments)
-            self._note_changes(snapshot.entries)
+            self._note_changes(snapshot.tensors)
             before.append(snapshot)
             return result
 
         return call
 
-    def _are_still(self, entries: list[_Entry]) -> bool:
-        locations = [location for owner in self._owners for location in owner.locations()]
-        return len(locations) == len(entries) and all(
-            entry.is_at(location) and not (entry.is_replaced or entry.is_written)
-            for entry, location in zip(entries, locations, strict=True)
-        )
+    def _are_still(self, tensors: _StateTensors) -> bool:
+        return tensors.are_still(self._names(), self._values())
 
-    def _note_changes(self, entries: list[_Entry]) -> None:
-        if self._are_still(entries):
+    def _names(self) -> list[Any]:
+        buffers = [module._buffers for module in self._modules]
+        return [*map(len, buffers), *chain.from_iterable(buffers)]
+
+    def _values(self) -> list[Any]:
+        # Reading each value with `StateLocation.value` takes several times as long.
+        buffers = filter(None, [module._buffers for module in self._usual])
+        parameters = filter(None, [module._parameters for module in self._usual])
+        return [
+            *chain.from_iterable(map(dict.values, buffers)),
+            *[each for held in parameters for each in held.values() if each is not None and not each.requires_grad],
+            *[location.value for owner in self._unusual for location in owner.locations()],
+        ]
+
+    def _note_changes(self, tensors: _StateTensors) -> None:
+        if self._are_still(tensors):
             return
-        for entry in entries:
+        for entry in tensors.entries:
             written = entry.is_written
             entry.is_changed = written or entry.is_replaced
             if not written or entry.key in self._rewritten:
@@ -174,7 +214,7 @@ class LayerState:
     def _in_state_of(self, snapshot: _Snapshot) -> Iterator[None]:
         # `now` is the state to restore after the recomputation, which begins with `snapshot`.
         now = self.snapshot()
-        buffers = [(owner.module._buffers, list(owner.module._buffers)) for owner in self._owners]
+        buffers = [(module._buffers, list(module._buffers)) for module in self._modules]
         kept = self._set_state(snapshot, now)
         # Unless another forward began with the same tensors, only the layer refers to them now, so writes copy nothing.
         del snapshot
@@ -186,19 +226,19 @@ class LayerState:
                     raise _changed_error(entry)
         finally:
             # Also after an error in the user's code, the state of an earlier micro-batch must not remain.
-            is_as_it_was = self._are_still(now.entries)
+            is_as_it_was = self._are_still(now.tensors)
             if not is_as_it_was:
-                self._put_back(now.entries, buffers)
+                self._put_back(now.tensors, buffers)
             self._put_numbers(now.numbers)
         # A tensor that was written in place is still the same object, but may have other values.
-        for entry in () if is_as_it_was else now.entries:
+        for entry in () if is_as_it_was else now.tensors.entries:
             if entry.is_different:
                 raise _changed_error(entry)
             if entry.is_written:
                 entry.share_again()
 
-    def _put_back(self, entries: list[_Entry], buffers: list[tuple[dict[str, Any], list[str]]]) -> None:
-        for entry in entries:
+    def _put_back(self, tensors: _StateTensors, buffers: list[tuple[dict[str, Any], list[str]]]) -> None:
+        for entry in tensors.entries:
             entry.store(entry.value)
         for holder, names in buffers:
             if list(holder) != names:
@@ -216,11 +256,11 @@ class LayerState:
         """Change the state from `now` to `snapshot`, and return the entries of `now` that are equal in both."""
         if snapshot.numbers is not now.numbers:
             self._put_numbers(snapshot.numbers)
-        if snapshot.entries is now.entries:
-            return now.entries
-        present = {entry.key: entry for entry in now.entries}
+        if snapshot.tensors is now.tensors:
+            return now.tensors.entries
+        present = {entry.key: entry for entry in now.tensors.entries}
         kept, clones = [], _Clones()
-        for entry in snapshot.entries:
+        for entry in snapshot.tensors.entries:
             today = present.pop(entry.key, None)
             if today is not None and not (entry.is_changed or entry.is_replaced or entry.is_written):
                 kept.append(today)
@@ -239,14 +279,6 @@ class _Clones:
     def __init__(self) -> None:
         self._bases: dict[int, Tensor] = {}
         self._moved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
-
-    def entry_of(self, location: StateLocation) -> _Entry:
-        entry = _Entry(location, location.value)
-        if _supports_lazy_clone(entry.value):
-            entry.clone = self.of(entry, entry.value)
-        else:
-            entry.version = _version(entry.value)
-        return entry
 
     def of(self, entry: _Entry, tensor: Tensor) -> Tensor:
         with torch.no_grad():
