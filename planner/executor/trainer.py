@@ -136,7 +136,8 @@ class Trainer:
         self._job.activity.begin("the evaluation")
         with keeping_random_state():
             losses = [loss for part, _, weights in agreed for loss in self._evaluate_part(part, weights, observed)]
-        loss, means = mean_results(sum_losses(losses), observed, self._job.place, self._groups, self._job.device)
+        place, device = self._job.place, self._job.device
+        loss, means = mean_results(sum_losses(losses), observed, place, self._groups, device=device)
         self._job.activity.begin("between steps")
         return EvaluationResult(loss=loss, metrics=means, outputs=observed.outputs())
 

@@ -136,7 +136,12 @@ class ForwardRunner:
 
 
 def mean_results(
-    loss: Tensor | float, observed: MetricsCollector, place: ProcessPlace, groups: ProcessGroups, device: torch.device
+    loss: Tensor | float,
+    observed: MetricsCollector,
+    place: ProcessPlace,
+    groups: ProcessGroups,
+    *,
+    device: torch.device,
 ) -> tuple[float, dict[str, float]]:
     """Return the loss and the mean metrics over all replicas. Every rank must call this function.
 
