@@ -32,5 +32,5 @@ def test_cells_run_in_order_without_jupyter(tmp_path: Path, monkeypatch: pytest.
     assert [value is not None for value in shown] == ["execute_result" in types for types in stored]
     assert not any("error" in types for types in stored)
     (html,) = [value._repr_html_() for value in shown if hasattr(value, "_repr_html_")]
-    assert "<table>" in html
+    assert "stage" in html
     assert (tmp_path / "explore.html").stat().st_size > 10_000

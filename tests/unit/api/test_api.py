@@ -314,10 +314,8 @@ def test_plan_has_html_for_notebooks(here: Path) -> None:
     page = _Checked()
     page.feed(html)
     assert page.open == []
-    assert html.count("<tr>") == 1 + len(plan.stages)
     assert "<script" not in html
     assert any("<script>&" in text for text in page.text)
-    assert "over" in page.text
     assert len(html) < 10_000
 
 

@@ -6,14 +6,13 @@ import pytest
 
 from planner.core.judge.difference import ComparedPlan, Comparison
 from planner.show.html import run_html
-from planner.show.notebook import notebook_html
 from planner.show.terminal.tables import fit_columns, table_width
 from planner.show.views.comparison import comparison_table
 from planner.show.views.measured import pipeline_words, run_table
 from planner.show.views.numbers import percent
 from planner.show.views.plan import plan_stage_table
 from planner.show.views.table import column, table
-from tests.unit.show.samples import interleaved, plan, report, style
+from tests.unit.show.samples import plan, report, style
 
 WORDS = table(
     ["a", "bb"],
@@ -59,11 +58,6 @@ def test_less_important_columns_are_dropped_first(width, names):
     assert " ".join(c.name for c in kept.columns) == names
     assert table_width(kept) <= width
     assert fit_columns(view, style(60, wrap=False)) == view
-
-
-def test_notebook_title_has_chunks_and_replicas():
-    assert "3 devices × 2 chunks × 6 micro-batches" in notebook_html(interleaved())  # noqa: RUF001 - as shown
-    assert "2 replicas of 2 stages" in notebook_html(plan((3, 3), replicas=2))
 
 
 def test_stages_of_replicas_have_different_names():
