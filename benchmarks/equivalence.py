@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from planner.executor import check_equivalence
 from planner.model.load import load_model
-from planner.profile import layer_digests
+from planner.profile.units import layer_digests
 
 _EVERY_S = 0.5
 

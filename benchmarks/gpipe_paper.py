@@ -19,7 +19,8 @@ from planner.core.errors import InfeasibleError
 from planner.core.values.plan import Plan
 from planner.core.values.units import format_bytes
 from planner.model import in_precision, load_model
-from planner.profile import ProfilerOptions, profile_model
+from planner.profile.profiler import profile_model
+from planner.profile.task import ProfilerOptions
 from planner.tpu.extra import package_versions
 
 MODELS = Path(__file__).parent.parent / "sample_models"

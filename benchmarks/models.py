@@ -29,7 +29,7 @@ from planner.core.values.profile import Granularity
 from planner.device.machine import cpu_name
 from planner.executor import check_equivalence
 from planner.model import LoadedModel
-from planner.profile import layer_digests
+from planner.profile.units import layer_digests
 from tests.support.apart import Differences, Whole, compare_apart, even_cuts
 from tests.zoo.real_models import REAL_MODELS, RealModel
 

@@ -28,7 +28,8 @@ from planner.device.machine import cpu_name
 from planner.model import load_model
 from planner.model.calling import arguments_of
 from planner.model.load import LoadedModel
-from planner.profile import ProfilerOptions, profile_model
+from planner.profile.profiler import profile_model
+from planner.profile.task import ProfilerOptions
 from planner.solve import Request, solve
 
 SAMPLES = Path(__file__).parents[1] / "sample_models"

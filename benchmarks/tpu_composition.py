@@ -28,8 +28,9 @@ from planner.core.values.balance import Balance, StageBalance
 from planner.core.values.plan import Recompute
 from planner.core.values.profile import Model, Profile
 from planner.model import LoadedModel, in_precision, load_model
-from planner.profile import ProfilerOptions, profile_model
+from planner.profile.profiler import profile_model
 from planner.profile.structure import find_chain
+from planner.profile.task import ProfilerOptions
 from planner.tpu.emitter import emit
 from planner.tpu.extra import disable_tpu_search, package_versions
 from planner.tpu.program_memory import program_memory

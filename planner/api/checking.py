@@ -87,7 +87,7 @@ def check(plan: File | Plan, options: CheckOptions) -> Verdict:
 
 def _changes(model: str, profile: Profile) -> tuple[Finding, ...]:
     from planner.model import reload_model  # noqa: PLC0415 - torch
-    from planner.profile import model_changes  # noqa: PLC0415 - torch
+    from planner.profile.structure import model_changes  # noqa: PLC0415 - torch
 
     loaded = reload_model(model, profile.model, precision_of(profile.environment.dtype))
     return tuple(

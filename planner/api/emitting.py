@@ -19,7 +19,7 @@ from planner.core.values.plan import Plan
 from planner.core.values.profile import Profile
 
 if TYPE_CHECKING:
-    from planner.emit import EmitResult
+    from planner.emit.engines import EmitResult
 
 
 @on_plan(EmitOptions)
@@ -56,7 +56,8 @@ def emit_files(plan: File | Plan, options: EmitOptions, *, on_finding: Callable[
     Returns:
         The paths of the written files, and the command that uses them.
     """
-    from planner.emit import InputPaths, check_engine, write_engine_files  # noqa: PLC0415 - only here
+    from planner.emit.engines import check_engine, write_engine_files  # noqa: PLC0415 - only here
+    from planner.emit.native import InputPaths  # noqa: PLC0415 - only here
 
     others = options.smaller or ()
     check_engine(options.engine, launch=options.launch, has_smaller=bool(others))

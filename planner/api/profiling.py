@@ -29,7 +29,7 @@ from planner.core.values.profile import Granularity, Profile
 if TYPE_CHECKING:
     from planner.executor import EquivalenceResult
     from planner.model import LoadedModel
-    from planner.profile import ProfilerOptions as Measuring
+    from planner.profile.task import ProfilerOptions as Measuring
 
 
 @on_model(ProfileOptions)
@@ -70,7 +70,7 @@ def _measured(model: File | Any | None, options: ProfileOptions) -> Profile:
     parsed = _parsed_options(model, options)
     check_installed("tpu" if options.device.startswith("tpu") else "train")
     # Importing torch takes longer than everything else together.
-    from planner.profile import InterruptedProfileError, check_optimizer_of, profile_model  # noqa: PLC0415
+    from planner.profile.profiler import InterruptedProfileError, check_optimizer_of, profile_model  # noqa: PLC0415
 
     unfinished = partial_profile_path(parsed.output)
     earlier = files.read_partial(str(unfinished)) if unfinished is not None and unfinished.exists() else None
@@ -220,7 +220,7 @@ def _parsed_options(model: File | Any, options: ProfileOptions) -> _ParsedOption
 
 
 def _measuring(parsed: _ParsedOptions) -> "Measuring":
-    from planner.profile import ProfilerOptions as Measuring  # noqa: PLC0415 - torch
+    from planner.profile.task import ProfilerOptions as Measuring  # noqa: PLC0415 - torch
 
     options = parsed.options
     return Measuring(
@@ -269,7 +269,7 @@ def _checked(
     loaded: "LoadedModel", model: File | Any, parsed: _ParsedOptions
 ) -> "tuple[LoadedModel, EquivalenceResult | None]":
     from planner.executor import check_buildable, check_without_gpu  # noqa: PLC0415 - torch
-    from planner.profile import layer_digests  # noqa: PLC0415 - torch
+    from planner.profile.units import layer_digests  # noqa: PLC0415 - torch
 
     options = parsed.options
     if not parsed.proof_budget_s:

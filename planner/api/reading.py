@@ -159,7 +159,7 @@ def resolve_balance(balance: Numbers | File, profile: Profile) -> tuple[int, ...
     `balance` is a text such as `6,6,6,6`, a sequence of numbers, or a file: a plan, a `balance.yaml` or the file of
     another engine.
     """
-    from planner.emit import SUFFIXES, read_balance_list  # noqa: PLC0415 - rarely needed
+    from planner.emit.reading import SUFFIXES, read_balance_list  # noqa: PLC0415 - rarely needed
 
     if isinstance(balance, os.PathLike) or (isinstance(balance, str) and balance.endswith(SUFFIXES)):
         return read_balance_list(os.fspath(balance), profile.layers)

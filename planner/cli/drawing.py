@@ -19,7 +19,7 @@ from planner.core.values.partial import PartialProfile
 from planner.core.values.plan import Plan
 from planner.core.values.profile import Profile
 from planner.core.values.run_report import RunReport
-from planner.emit import decisions_digest
+from planner.emit.native import decisions_digest
 from planner.show.step import simulated_step
 from planner.show.terminal.links import links_text
 from planner.show.terminal.plan import plan_text

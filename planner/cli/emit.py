@@ -20,7 +20,7 @@ def emit(
 ) -> None:
     """Write balance.yaml and train.py, or the plan in another engine's format."""
     from planner.api.emitting import emit_files
-    from planner.emit import format_names
+    from planner.emit.engines import format_names
     from planner.files import json_text
 
     console = Console(quiet=quiet)

@@ -28,7 +28,7 @@ from planner.core.values.plan import Plan
 from planner.core.values.profile import Device
 from planner.core.values.run_report import RunReport, StageRun
 from planner.core.values.units import format_us
-from planner.emit import decisions_digest
+from planner.emit.native import decisions_digest
 from tests.support.cli import (
     BUILD,
     EXAMPLE,

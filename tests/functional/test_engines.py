@@ -9,7 +9,7 @@ import pytest
 
 from planner import files
 from planner.core.values.profile import Model, Profile
-from planner.emit import ENGINES
+from planner.emit.engines import ENGINES
 from tests.support.chains import chain, layer
 from tests.support.cli import Ran, call
 from tests.support.docs import blocks

@@ -14,7 +14,7 @@ import planner
 from planner import files
 from planner.core.errors import PlannerError, UsageError
 from planner.core.values.profile import LayerProfile, Model, Profile
-from planner.emit import ENGINES
+from planner.emit.engines import ENGINES
 from tests.support import gate
 from tests.support.chains import compiled
 from tests.support.cli import call, environment, no_calibration, no_proof, write_model

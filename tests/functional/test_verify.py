@@ -19,7 +19,7 @@ from planner.cli.main import run
 from planner.core.cost.evaluate import Evaluation
 from planner.core.errors import MeasurementError, UsageError
 from planner.core.values.profile import Profile
-from planner.emit import decisions_digest
+from planner.emit.native import decisions_digest
 from tests.support.cli import FAST, call, no_calibration, no_proof, write_model
 from tests.support.ranks import end_ranks
 from tests.support.runs import report_of, slower

@@ -21,7 +21,8 @@ from planner.executor.measure.recorder import WARM_UP_STEPS, RunRecorder
 from planner.model.autocast import weight_cast_cache
 from planner.model.chain import chain_of, run_layers
 from planner.model.load import Batch, LoadedModel, to_device
-from planner.profile import ProfilerOptions, profile_model
+from planner.profile.profiler import profile_model
+from planner.profile.task import ProfilerOptions
 from tests.support.measure import loaded_model
 from tests.support.peak_points import peak_points_with
 

@@ -10,8 +10,9 @@ from torch.utils._pytree import tree_flatten
 from planner.core.values.profile import MemoryDetail, Profile, Setting
 from planner.device.meter import CpuMemoryMeter
 from planner.model.load import Batch, LoadedModel
-from planner.profile import ProfilerOptions, profile_model
 from planner.profile.memory import measure_memory
+from planner.profile.profiler import profile_model
+from planner.profile.task import ProfilerOptions
 from planner.profile.units import LayerToMeasure, MeasurementInput
 
 

@@ -21,9 +21,9 @@ from planner.core.errors import UsageError
 from planner.core.judge.verdict import judge
 from planner.core.schedule import SCHEDULES, Action, Schedule, instruction_lists
 from planner.core.values.profile import Device, Model
-from planner.emit import EngineFile, emit_native
 from planner.emit.engines import FORMATS
-from planner.emit.layout import PlanLayout
+from planner.emit.layout import EngineFile, PlanLayout
+from planner.emit.native import emit_native
 from planner.show.terminal.plan import plan_text
 from planner.show.terminal.style import Style
 from planner.solve import Request, solve

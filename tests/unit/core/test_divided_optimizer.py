@@ -16,7 +16,7 @@ from planner.core.judge.recut import with_cuts
 from planner.core.judge.verdict import judge
 from planner.core.values.cluster import Link
 from planner.core.values.profile import Profile
-from planner.emit import engine_file
+from planner.emit.engines import engine_file
 from planner.solve import Request, solve
 from tests.support.profiles import inputs_of, profile_of
 from tests.unit.emit.test_engines import profile_of as named_profile

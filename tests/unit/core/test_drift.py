@@ -12,7 +12,7 @@ from planner.core.judge.verification import DEFAULT_TOLERANCE
 from planner.core.values.balance import Balance
 from planner.core.values.profile import Model
 from planner.core.values.run_report import RunReport
-from planner.emit import emit_native
+from planner.emit.native import emit_native
 from planner.solve import Request, solve
 from tests.support.chains import random_profile
 from tests.support.profiles import inputs_of

@@ -18,7 +18,10 @@ from planner import __version__
 from planner.core.errors import FileError, UsageError
 from planner.core.values.plan import Inputs, Plan, ProfileReference, RecomputePolicy, ScheduleName
 from planner.core.values.profile import LayerProfile, Profile
-from planner.emit import ENGINES, EngineFile, engine_file, is_edited, read_balance_list
+from planner.emit.engines import ENGINES, engine_file
+from planner.emit.layout import EngineFile
+from planner.emit.reading import read_balance_list
+from planner.emit.signature import is_edited
 from planner.files import read_plain
 from planner.solve import Request, solve
 from tests.support.chains import chain, layer

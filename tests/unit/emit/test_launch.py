@@ -21,8 +21,8 @@ from planner.core.errors import FileError, UsageError
 from planner.core.values.nodes import Nodes
 from planner.core.values.plan import Inputs, Plan, ProfileReference
 from planner.core.values.profile import Device, Model, Profile
-from planner.emit import emit_native
 from planner.emit.launch import LAUNCHERS, launch_job
+from planner.emit.native import emit_native
 from planner.solve import Request, solve
 from tests.support.processes import wait_for
 from tests.support.profiles import profile_of

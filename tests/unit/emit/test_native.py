@@ -15,7 +15,8 @@ from planner.core.values.balance import RunPrediction
 from planner.core.values.plan import Inputs, Plan, ProfileReference, ScheduleName
 from planner.core.values.profile import Environment, Model, Profile
 from planner.core.values.units import format_bytes
-from planner.emit import InputPaths, decisions_digest, emit_native, is_edited
+from planner.emit.native import InputPaths, decisions_digest, emit_native
+from planner.emit.signature import is_edited
 from planner.files import digest_of, read_balance
 from planner.solve import Request, solve
 from tests.support.chains import random_profile

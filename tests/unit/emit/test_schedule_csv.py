@@ -13,7 +13,8 @@ from planner import files
 from planner.core.errors import FileError, UsageError
 from planner.core.schedule import SCHEDULES, format_orders, orders_from_csv, schedule_of
 from planner.core.values.plan import Plan
-from planner.emit import EngineFile, engine_file
+from planner.emit.engines import engine_file
+from planner.emit.layout import EngineFile
 from tests.support.chains import chain, layer
 from tests.support.ranks import ROOT, run_ranks
 

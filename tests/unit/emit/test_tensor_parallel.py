@@ -9,8 +9,7 @@ import planner
 from planner.core.errors import UsageError
 from planner.core.values.plan import Plan
 from planner.core.values.profile import Model, Profile
-from planner.emit import engine_file, write_engine_files
-from planner.emit.engines import FORMATS
+from planner.emit.engines import FORMATS, engine_file, write_engine_files
 from planner.emit.native import InputPaths
 from tests.unit.emit.test_engines import profile_of
 

@@ -23,7 +23,7 @@ from planner.executor.equivalence.isolation import ChildError, ChildProcess
 from planner.model.cuts import PossibleCuts
 from planner.model.nests import tensors_in
 from planner.model.stand_ins import StandInFactory
-from planner.profile import layer_digests
+from planner.profile.units import layer_digests
 from tests.support.measure import loaded_model
 
 WIDTH = 8

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from planner.core.errors import FileError
-from planner.emit import emit_native
+from planner.emit.native import emit_native
 from planner.files import read_balance, read_plan, write
 from tests.support.file_values import full_balance, full_plan, full_profile
 

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from planner.model.attributes import AttributeSnapshot
 from planner.model.chain import chain_of
-from planner.profile import ProfilerOptions, profile_model
+from planner.profile.profiler import profile_model
+from planner.profile.task import ProfilerOptions
 from tests.support.cutting import compare, compare_all_ways
 from tests.support.cutting import sequences as values
 from tests.support.measure import loaded_model

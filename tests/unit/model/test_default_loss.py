@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from planner.core.errors import ModelError
 from planner.model.default_loss import DefaultLoss
 from planner.model.load import LoadedModel, load_module
-from planner.profile import ProfilerOptions, profile_model
+from planner.profile.profiler import profile_model
+from planner.profile.task import ProfilerOptions
 
 WORDS, WIDTH = 11, 8
 

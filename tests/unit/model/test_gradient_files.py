@@ -16,7 +16,7 @@ from planner.executor.equivalence.check import check_equivalence
 from planner.executor.equivalence.isolation import return_freed_blocks_to_system
 from planner.model import gradient_files
 from planner.model.gradient_files import keep_gradients_in_files
-from planner.profile import layer_digests
+from planner.profile.units import layer_digests
 from tests.support.house import ROOT
 from tests.support.measure import loaded_model
 

@@ -20,8 +20,9 @@ from planner.executor.run.parts import count_samples
 from planner.executor.run.shapes import chain_shapes
 from planner.model.chain import chain_of
 from planner.model.load import Batch, load_model
-from planner.profile import ProfilerOptions, profile_model
+from planner.profile.profiler import profile_model
 from planner.profile.structure import find_chain
+from planner.profile.task import ProfilerOptions
 from tests.support.cli import FAST, call
 from tests.support.measure import loaded_model, profile_of_model
 

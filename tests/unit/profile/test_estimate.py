@@ -27,9 +27,10 @@ from planner.core.values.sustained import matmul_flops_per_s, sustained_rate
 from planner.files import read_profile
 from planner.model.ghosts import ghost_like
 from planner.model.load import LoadedModel
-from planner.profile import ProfilerOptions, profile_model
 from planner.profile.backends.estimated import EstimatedBackend, GhostMeter, RooflineClock
 from planner.profile.backends.gpu_kernels import GpuKernels
+from planner.profile.profiler import profile_model
+from planner.profile.task import ProfilerOptions
 from planner.show.terminal.profile import profile_text
 from planner.show.terminal.style import Style
 from planner.solve import solve

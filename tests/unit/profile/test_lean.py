@@ -10,8 +10,8 @@ from planner.core.values.profile import Profile
 from planner.model.chain import chain_of
 from planner.model.lean import allocate_parameters, build_lean
 from planner.model.load import LoadedModel
-from planner.profile import model_changes, profiler
-from planner.profile.structure import find_chain
+from planner.profile import profiler
+from planner.profile.structure import find_chain, model_changes
 from planner.profile.units import trace_layers
 from tests.support.measure import loaded_model, profile_of_model
 from tests.zoo.real_models import REAL_MODELS

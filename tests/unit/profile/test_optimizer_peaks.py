@@ -16,8 +16,9 @@ from planner.core.values.profile import Profile
 from planner.device.clock import CpuClock
 from planner.device.meter import CpuMemoryMeter
 from planner.model.optimizers import WholeModelOptimizer
-from planner.profile import ProfilerOptions, profile_model
 from planner.profile.optimizer import has_additive_peaks, measure_optimizer, optimizer_boundary_peaks
+from planner.profile.profiler import profile_model
+from planner.profile.task import ProfilerOptions
 from tests.support.measure import loaded_model, profile_of_model
 from tests.support.peak_points import peak_points_with
 

@@ -24,8 +24,10 @@ from planner.device.meter import CpuMemoryMeter
 from planner.model.chain import chain_digest, chain_of
 from planner.model.load import Batch, LoadedModel
 from planner.model.optimizers import WholeModelOptimizer
-from planner.profile import ProfilerOptions, check_optimizer_of, profile_model, records
+from planner.profile import records
 from planner.profile.optimizer import measure_optimizer
+from planner.profile.profiler import check_optimizer_of, profile_model
+from planner.profile.task import ProfilerOptions
 from planner.profile.units import trace_layers
 from tests.support.measure import loaded_model, profile_of_model
 

@@ -5,7 +5,8 @@ import torch
 from torch import Tensor, nn
 
 from planner.model.load import load_model
-from planner.profile import ProfilerOptions, profile_model
+from planner.profile.profiler import profile_model
+from planner.profile.task import ProfilerOptions
 from tests.support.measure import loaded_model, profile_of_model
 from tests.support.training import ROOT
 

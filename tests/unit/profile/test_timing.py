@@ -16,9 +16,10 @@ from planner.device.clock import CpuClock, median_us
 from planner.device.kinds import kind_of
 from planner.model.chain import chain_of, run_layers
 from planner.model.load import LoadedModel
-from planner.profile import InterruptedProfileError, ProfilerOptions, passes, profile_model, records, timing
+from planner.profile import passes, records, timing
 from planner.profile.backends import measured
-from planner.profile.task import Measurements
+from planner.profile.profiler import InterruptedProfileError, profile_model
+from planner.profile.task import Measurements, ProfilerOptions
 from planner.profile.timing import measure_times, time_uncertainty
 from planner.profile.units import LayerToMeasure, MeasurementInput
 from tests.support.measure import loaded_model, profile_of_model

@@ -19,8 +19,9 @@ from planner.core.values.devices import accelerator
 from planner.core.values.profile import Profile
 from planner.model import LoadedModel, in_precision, load_model, load_module
 from planner.model.optimizers import OPTIMIZERS, OptimizerBuilder
-from planner.profile import ProfilerOptions, profile_model
+from planner.profile.profiler import profile_model
 from planner.profile.structure import find_chain
+from planner.profile.task import ProfilerOptions
 from planner.profile.units import trace_layers
 from planner.tpu import compiler as tpu
 from planner.tpu.compiler import Compiler, OutOfMemoryError
