@@ -139,7 +139,7 @@ def _text(value: _Shown, plan: Plan | None, report: RunReport | None, source: Pr
 
 def _as_profiled(plan: Plan, path: str, profile: Profile, console: Console) -> Plan:
     verdict = judge(plan, profile, profile_digest=files.digest_of(profile))
-    if checkable_report(plan, verdict) is not None:
+    if checkable_report(plan, verdict) is not None and not files.has_valid_seal(plan):
         from planner.solve.questions.certificate import check_certificate  # given cuts have no certificate
 
         verdict = check_certificate(plan, verdict, profile)
