@@ -19,8 +19,8 @@ _CALIBRATED: Final = frozenset({"--overhead", "--reserve"})
 def solve_command_options(inputs: Inputs, device: Device, *, without: Collection[str] = ()) -> tuple[str, ...]:
     """Return the options of `solve` to compute a plan again, such as `--batch 32`, except options with their default.
 
-    The result has no options for cuts, micro-batches and time limit, which a plan does not record. Names of files are
-    placeholders, such as `--links links.yaml`.
+    Options that fixed the cuts, the number of micro-batches or the time limit are missing, because a plan does not
+    record its options for these. Names of files are placeholders, such as `--links links.yaml`.
 
     Args:
         inputs: Inputs of the plan.

@@ -166,7 +166,7 @@ def chain_of_children(model: nn.Module) -> Chain:
 
 
 def chain_from_outline(outline: ModelOutline, model: nn.Module) -> Chain:
-    """Return the chain of `model`, given the outline of this or another instance of the model."""
+    """Return the layers of `model` as a chain. `outline` may come from another instance of the same model."""
     stages = (ModelStage(outline, model, n, n + 1) for n in range(len(outline.names)))
     return Chain(tuple(map(Layer, outline.names, stages)), model, outline)
 

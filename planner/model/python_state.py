@@ -123,7 +123,7 @@ def numbers_in_user_files(
 
 
 def without_leftover_tensors(numbers: Mapping[str, float], kept: Container[str]) -> dict[str, float]:
-    """Return `numbers` without sums (`PATH.tensor`) and counts (`PATH.tensors`) of tensors, except names in `kept`."""
+    """Return `numbers` without the entries that describe tensors (`….tensor`, `….tensors`), except those in `kept`."""
     # A tensor that did not exist before the first forward may be a result that a forward left behind.
     return {name: number for name, number in numbers.items() if not name.endswith((TENSOR, TENSORS)) or name in kept}
 

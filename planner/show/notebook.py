@@ -29,5 +29,5 @@ _TEXTS: Mapping[type, Callable[[Any, Style], str]] = {
 
 
 def result_html(value: Any) -> str:
-    """Return the text that the command of a result prints, as HTML; for a plan, without its timeline."""
+    """Return a result as HTML, with the text that the command line prints for it; for a plan, without its timeline."""
     return f'<pre style="white-space:pre">{escape(_TEXTS[type(value)](value, _PLAIN))}</pre>'

@@ -58,7 +58,7 @@ def backend_of(name: str) -> "CompiledBackend":
 
 
 class CompiledBackend:
-    """Profile backend that compiles layers for `chip`, such as `v2`; if empty, for the attached TPU, and runs them."""
+    """Profile backend that compiles layers for a `chip` such as `v2`. Without a chip, it uses the attached TPU."""
 
     device = torch.device("cpu")
 

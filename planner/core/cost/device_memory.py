@@ -239,9 +239,9 @@ def _devices(num_stages: int, num_devices: int, placement: Placement) -> IntArra
 
 
 def most_shared_input_bytes(costs: ChainCosts, counts: IntArray | FloatArray) -> float:
-    """Return an upper bound of the stored input bytes that come from another stage of the same device.
+    """Return an upper bound of the input bytes that two neighboring stages of one device share, at a point in the step.
 
-    `counts` has the device's number of allocations of each kind (`PARTS`) at one point in the step, shape (parts,).
+    `counts`, of shape (parts,), has the device's number of allocations of each kind (`PARTS`) at this point.
     """
     largest = float(np.rint(costs.boundaries.input.max())) if costs.exact else 0.0
     return largest * float(counts[[_PLACE[name] for name in _WITH_INPUT]].sum())

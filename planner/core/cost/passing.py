@@ -16,7 +16,7 @@ _BLOCK = 512
 
 
 class RelayedTensors:
-    """Whole bytes of tensors that a stage receives and sends on unchanged.
+    """Sizes of the tensors that a stage receives and sends on unchanged, in bytes.
 
     Arrays have one row per first layer and one column per last layer of a stage. If a stage copies its input, it sends
     the copy, and the received tensor does not count.
@@ -50,7 +50,9 @@ class RelayedTensors:
         """
 
     def received_input_bytes(self, sizes: FloatArray, all_input: FloatArray) -> FloatArray:
-        """Return the part of each layer's input that its stage has received, in bytes; shape (first layers, layers).
+        """Return how many bytes of each layer's input the layer's stage received from the previous stage.
+
+        The result has one row per first layer of a stage and one column per layer.
 
         Args:
             sizes: Bytes of relayed tensors: `self.all`, or `self.unkept` to count only tensors that no layer saves.
@@ -85,7 +87,7 @@ class RelayedTensors:
         return np.where(inside, highest, 0.0)
 
     def peak_weight_backward(self, peaks: FloatArray, backward: Backward) -> FloatArray:
-        """Return the peak memory of each stage's W from the layers' `peaks` of W, shape (first layers, last layers)."""
+        """Return the peak memory of the weight-gradient pass of each stage. `peaks` are those of each layer."""
         # Gradients of a shared parameter wait until all layers that use the parameter have run W.
         running = np.maximum.accumulate(np.where(self._is_first | self._after_first, peaks, 0.0), axis=1)
         if not self._costs.ties:

@@ -32,7 +32,7 @@ def frontier_of(profile: Profile, request: Request, plan: Plan) -> tuple[Frontie
 
     Args:
         profile: The profile of the plan.
-        request: Request that the plan answers. If its `watch` stops a search, the result is not usable.
+        request: Request that the plan answers. Its function `watch` must not stop the searches.
         plan: The plan. Its own figures are returned for its numbers of replicas and micro-batches, without a search.
     """
     request, points = request.without_longer_search(), []
@@ -72,7 +72,7 @@ def insight_of(profile: Profile, request: Request, plan: Plan) -> Insight:
 
     Args:
         profile: The profile of the plan.
-        request: Request that the plan answers. If its `watch` stops a search, the result is not usable.
+        request: Request that the plan answers. Its function `watch` must not stop the searches.
         plan: The plan.
     """
     if request.actions is not None:

@@ -239,8 +239,9 @@ class Evaluator:
     def bytes_at_point(self, counts: FloatArray) -> FloatArray:
         """Return the bytes of every possible stage at one point in the step.
 
-        Entry [choice, end, width - n] is for the n layers before layer `end`; it is infinite if n > end. `counts` has
-        the number of allocations of each kind (`PARTS`) at this point.
+        The result has shape (recompute choices, layers + 1, w), where w is the largest number of layers of a stage.
+        Entry [choice, end, w - n] is for the stage of the n layers before layer `end`; it is infinite if n > end.
+        `counts` has the number of allocations of each kind (`PARTS`) at this point.
         """
         return _sum_parts(self.parts, counts)
 
