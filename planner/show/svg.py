@@ -78,14 +78,8 @@ class _Frame:
         return (edge / 2 if name == "send backward" else self.row - edge / 2), edge
 
 
-def timeline_svg(step: StepTimeline, title: str, *, standalone: bool = True) -> str:
-    """Return the timeline of a step as SVG.
-
-    Args:
-        step: The step.
-        title: Title, also for screen readers.
-        standalone: True to include style, background and legend.
-    """
+def timeline_svg(step: StepTimeline, title: str) -> str:
+    """Return the timeline of a step as SVG. Its title is also for screen readers."""
     name = row_noun(step.chunks)
     # Digits are about 6.2 wide at 11 px; the margin grows with the number of devices.
     frame = _Frame(
@@ -94,21 +88,16 @@ def timeline_svg(step: StepTimeline, title: str, *, standalone: bool = True) -> 
         left=14 + 6.4 * len(f"{name} {step.num_devices - 1}"),
         row=_row_height(step),
     )
-    legend_height = _LEGEND + (len(_legend_rows(step)) - 1) * _LEGEND_LINE
-    height = frame.bottom + _AXIS + (legend_height if standalone else 0)
+    height = frame.bottom + _AXIS + _LEGEND + (len(_legend_rows(step)) - 1) * _LEGEND_LINE
     # A page may contain other pictures; only this one's patterns have this name.
-    parts = [element("title", escape_text(title)), _pattern()]
-    if standalone:
-        parts += [element("style", _STYLE), _rect("paper", x=0, y=0, width=_WIDTH, height=height)]
-    parts.append(_axis(frame))
+    parts = [element("title", escape_text(title)), _pattern(), element("style", _STYLE)]
+    parts += [_rect("paper", x=0, y=0, width=_WIDTH, height=height), _axis(frame)]
     by_device: defaultdict[int, list[Span]] = defaultdict(list)
     for span in step.spans:
         by_device[span.device].append(span)
     parts += [_row(frame, device, by_device[device], name) for device in range(step.num_devices)]
-    parts.append(_bubbles(frame))
-    if standalone:
-        parts.append(_legend(frame))
-    return element(
+    parts += [_bubbles(frame), _legend(frame)]
+    picture = element(
         "svg",
         *parts,
         xmlns="http://www.w3.org/2000/svg",
@@ -116,9 +105,10 @@ def timeline_svg(step: StepTimeline, title: str, *, standalone: bool = True) -> 
         viewBox=f"0 0 {number(_WIDTH)} {number(height)}",
         role="img",
         aria_label=title,
-        width=_WIDTH if standalone else None,
-        height=height if standalone else None,
-    ) + ("\n" if standalone else "")
+        width=_WIDTH,
+        height=height,
+    )
+    return f"{picture}\n"
 
 
 def has_lanes(step: StepTimeline) -> bool:

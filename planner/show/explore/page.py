@@ -115,7 +115,7 @@ def _timeline() -> Section:
         anchor="timeline",
         title="Timeline",
         lead="One step; blank is idle. At the right: bubble, from a row's first box to its last.",
-        body=element("div", live_canvas(label), element("ul", class_="legend", id="kinds"), class_="timeline-box"),
+        body=live_canvas(label, element("ul", class_="legend", id="kinds")),
     )
 
 

@@ -7,14 +7,14 @@ from importlib import resources
 from string import Template
 
 from planner.core.schedule.kinds import BACKWARD, FORWARD
-from planner.show.views.spans import action_color_css, box_text_css
+from planner.show.views.spans import action_color_css
 
 
 @cache
 def style_sheet() -> str:
     """Return the style sheet of all pages, with the colors of the kinds of action."""
     colors = {"forward": FORWARD.paper[0], "backward": BACKWARD.paper[0]}
-    return Template(read_asset("report.css")).substitute(inks=box_text_css(), kinds=action_color_css(), **colors)
+    return Template(read_asset("report.css")).substitute(kinds=action_color_css(), **colors)
 
 
 def content_security_policy(script: str) -> str:

@@ -23,17 +23,16 @@ def timeline_section(plan: Plan, step: StepTimeline | None) -> Section:
         body = remark("The timeline is computed from the profile, which was not found: give it with --profile FILE.")
         return Section(anchor="timeline", title="Timeline", body=body)
     title = f"Timeline of one training step, {format_us(step.pipeline_us)} up to the last backward"
-    picture = element("div", timeline_svg(step, title, standalone=False), class_="still")
-    live = live_canvas(title, hidden="")
+    picture = element("div", timeline_svg(step, title), class_="still")
     return Section(
         anchor="timeline",
         title="Timeline",
         lead=_lead(plan, step),
-        body=element("div", picture, live, legend(_looks(step)), class_="timeline-box"),
+        body=picture + live_canvas(title, legend(_looks(step)), hidden=""),
     )
 
 
-def live_canvas(label: str, **attributes: str) -> str:
+def live_canvas(label: str, legend_markup: str, **attributes: str) -> str:
     """Return the box in which a script draws a step, with buttons. `label` describes the picture for screen readers."""
     buttons = "".join(
         element("button", sign, type="button", data_do=action, title=tip, aria_label=tip)
@@ -51,7 +50,8 @@ def live_canvas(label: str, **attributes: str) -> str:
         aria_label=f"{label}. Arrow keys move from box to box, plus and minus zoom, 0 shows the whole step.",
     )
     keys = "Drag to move, double-click or Ctrl+wheel to zoom; or arrow keys, + and −, 0."  # noqa: RUF001
-    return element("div", controls, canvas, element("p", keys, class_="note"), class_="live", **attributes)
+    note = element("p", keys, class_="note")
+    return element("div", controls, canvas, note, legend_markup, class_="live", **attributes)
 
 
 def kinds_data() -> dict[str, object]:

@@ -12,8 +12,8 @@ from tests.unit.show.samples import interleaved, plan, step_of_sample
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def picture(planned, **options):
-    return ET.fromstring(timeline_svg(step_of_sample(planned), "a <title> & more", **options))
+def picture(planned):
+    return ET.fromstring(timeline_svg(step_of_sample(planned), "a <title> & more"))
 
 
 def segments(row, look):
@@ -26,10 +26,9 @@ def rows(root):
 
 
 @pytest.mark.parametrize("planned", [plan(), plan(recompute="always"), interleaved(), plan((6,))])
-@pytest.mark.parametrize("standalone", [True, False])
-def test_svg_is_well_formed(planned, standalone):
+def test_svg_is_well_formed(planned):
     """The title is also a label for screen readers."""
-    root = picture(planned, standalone=standalone)
+    root = picture(planned)
     assert root.tag == f"{SVG}svg"
     assert root.get("aria-label") == root.find(f"{SVG}title").text == "a <title> & more"
     assert len(rows(root)) == planned.num_devices
