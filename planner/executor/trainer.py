@@ -82,6 +82,8 @@ class Trainer:
                 self._script.begin_block()
                 yield loss
         self._script.end_block()
+        if self._assembly.shared_values is not None:
+            self._assembly.shared_values.step_done()
         self.step_index += 1
         if self._hook is not None:
             self._hook.call(self._step_record(loss))
@@ -146,18 +148,20 @@ class Trainer:
         self._script.check_draws()
 
     def check_same_phase(self, phase: Literal["checkpoint", "end"]) -> None:
-        """Check that all ranks are in the same phase, and that all copies of tied parameters are equal.
+        """Check that all ranks are in the same phase, with equal copies of tied parameters and of shared values.
 
         In the phase `checkpoint`, a rank saves a checkpoint. In the phase `end`, it has ended its training loop.
 
         Raises:
-            TrainingError: Another rank begins another phase, or has another value of a tied parameter.
+            TrainingError: Another rank begins another phase, or has another value of a tied parameter or variable.
         """
         if phase == "end" and self._agreement.has_ended:
             return
         self.check_draws()
         self._agreement.check_and_sum(phase, self.step_index)
         self._assembly.tied.check_equal()
+        if self._assembly.shared_values is not None:
+            self._assembly.shared_values.check_equal()
         self._job.activity.begin("between steps")
 
     def state_dict(self) -> dict[str, Any]:

@@ -94,6 +94,14 @@ def numbers_in_fields(owner: str, fields: Mapping[str, Any]) -> dict[str, float]
     return numbers
 
 
+def numbers_in_values(values: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers in some values, with those of tensors, by name of the value and path in it."""
+    numbers = _WithTensors()
+    for name, value in values.items():
+        _add(numbers, name, value, 0)
+    return numbers
+
+
 def numbers_in_hooks(modules: Mapping[str, nn.Module]) -> dict[str, float]:
     """Return the numbers that hooks on modules and parameters can read, by path and variable name."""
     numbers: dict[str, float] = {}
@@ -107,7 +115,7 @@ def numbers_in_hooks(modules: Mapping[str, nn.Module]) -> dict[str, float]:
 
 
 def numbers_in_user_files(
-    model: nn.Module, loss_fn: Callable[..., Any], variables: Container[str] | None = None
+    model: nn.Module, loss_fn: Callable[..., Any] | None, variables: Container[str] | None = None
 ) -> dict[str, float]:
     """Return the module-level numbers in the user's files that define the model and its loss.
 

@@ -21,6 +21,7 @@ from planner.executor.run.parts import MiniBatchPart
 from planner.executor.run.placement import ProcessGroups
 from planner.executor.run.replicas import ReplicaGradients
 from planner.executor.run.shapes import ChainShapes, chain_shapes
+from planner.executor.run.shared_values import SharedValues
 from planner.executor.run.stage_module import StageModule, evaluation_mode
 from planner.executor.run.ties import TiedGradients
 from planner.model.batch_norm import BatchStatistics
@@ -84,6 +85,13 @@ class ProcessStages:
         with recorder.paused():  # a thread of gloo may release the sent tensors later than this process does
             equalize_copies(self._tensors_by_first_name())
         self.replicas = self._replica_gradients()
+        self.shared_values: SharedValues | None = None
+        """Values that layers on other ranks may read, too; None if they need no check."""
+        if place.num_devices > 1 and structure is None:  # the equivalence check compares these values itself
+            loss_fn = model.loss_fn if place.is_last else None
+            self.shared_values = SharedValues(
+                self._chain.model, self.modules, loss_fn, group=groups.pipeline, device=job.device
+            )
         self.engine(balance.micro_batches, job.micro_batch_size)
 
     @cached_property
