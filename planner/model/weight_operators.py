@@ -178,7 +178,7 @@ class _Form(NamedTuple):
 
 
 def _rows(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1])
+    return x.reshape(x.shape[:-1].numel(), x.shape[-1])  # -1 is not allowed without elements
 
 
 def _is_by_columns(matrix: Tensor) -> bool:
