@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from planner.executor import check_equivalence
+from planner.executor.equivalence.check import check_equivalence
 from planner.model.load import load_model
 from planner.profile.units import layer_digests
 

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from planner.core.errors import ModelError
 from planner.core.values.profile import Granularity
 from planner.device.machine import cpu_name
-from planner.executor import check_equivalence
+from planner.executor.equivalence.check import check_equivalence
 from planner.model import LoadedModel
 from planner.profile.units import layer_digests
 from tests.support.apart import Differences, Whole, compare_apart, even_cuts

@@ -39,7 +39,8 @@ def export(checkpoint: File = "checkpoints", output: File = "model.pt") -> Expor
     path, source = Path(output), os.fspath(checkpoint)
     files.check_writable(str(path))
 
-    from planner.executor import export_weights, latest_checkpoint, no_checkpoint_error  # noqa: PLC0415 - torch
+    from planner.executor.keep.saved import latest_checkpoint, no_checkpoint_error  # noqa: PLC0415 - torch
+    from planner.executor.keep.weights import export_weights  # noqa: PLC0415 - torch
 
     latest = latest_checkpoint(source)
     if latest is None:

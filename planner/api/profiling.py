@@ -27,7 +27,7 @@ from planner.core.values.precision import Precision
 from planner.core.values.profile import Granularity, Profile
 
 if TYPE_CHECKING:
-    from planner.executor import EquivalenceResult
+    from planner.executor.equivalence.check import EquivalenceResult
     from planner.model import LoadedModel
     from planner.profile.task import ProfilerOptions as Measuring
 
@@ -255,7 +255,7 @@ def _loaded(model: File | Any, parsed: _ParsedOptions) -> "LoadedModel":
 
 
 def _with_checked_loss(loaded: "LoadedModel", parsed: _ParsedOptions) -> "LoadedModel":
-    from planner.executor import check_loss  # noqa: PLC0415 - torch
+    from planner.executor.build.loss_check import check_loss  # noqa: PLC0415 - torch
 
     checked = check_loss(loaded)
     for warning in checked.warnings:
@@ -268,7 +268,8 @@ def _with_checked_loss(loaded: "LoadedModel", parsed: _ParsedOptions) -> "Loaded
 def _checked(
     loaded: "LoadedModel", model: File | Any, parsed: _ParsedOptions
 ) -> "tuple[LoadedModel, EquivalenceResult | None]":
-    from planner.executor import check_buildable, check_without_gpu  # noqa: PLC0415 - torch
+    from planner.executor.build.building import check_buildable  # noqa: PLC0415 - torch
+    from planner.executor.equivalence.new_process import check_without_gpu  # noqa: PLC0415 - torch
     from planner.profile.units import layer_digests  # noqa: PLC0415 - torch
 
     options = parsed.options
@@ -294,7 +295,7 @@ def _checked(
 
 
 def _executor_cost(options: ProfileOptions) -> ExecutorCost | None:
-    from planner.executor import executor_cost  # noqa: PLC0415 - torch
+    from planner.executor.measure.calibrate import executor_cost  # noqa: PLC0415 - torch
 
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "gpipe-plan")
     try:

@@ -174,7 +174,7 @@ def _loaded(profile: Profile, folder: str) -> "LoadedModel":
 
 def _other_losses(plan: Plan, loaded: "LoadedModel", report: RunReport) -> tuple[str, ...]:
     """Return messages about differences between the losses of train.py and of a plain training loop."""
-    from planner.executor import reference_losses  # noqa: PLC0415 - torch
+    from planner.executor.equivalence.check import reference_losses  # noqa: PLC0415 - torch
 
     if report.device.kind != "cpu" or loaded.train_batches is not None:
         return ()
@@ -194,7 +194,7 @@ def _other_losses(plan: Plan, loaded: "LoadedModel", report: RunReport) -> tuple
 
 
 def _proof(plan: Plan, loaded: "LoadedModel", load: Callable[[], "LoadedModel"]) -> tuple[Proof, tuple[str, ...]]:
-    from planner.executor import check_without_gpu  # noqa: PLC0415 - torch
+    from planner.executor.equivalence.new_process import check_without_gpu  # noqa: PLC0415 - torch
 
     cuts = tuple(accumulate(plan.balance))[:-1]
     if not cuts:

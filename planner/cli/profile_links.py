@@ -43,7 +43,7 @@ def profile_links(
     if is_first:
         files.check_writable(output)
 
-    from planner.executor import measure_links  # torch
+    from planner.executor.measure.links import measure_links  # torch
 
     with console.progress("measuring links") as progress:
         links = measure_links(device, progress)

@@ -20,7 +20,6 @@ from pathlib import Path
 import pytest
 from torch.multiprocessing.spawn import ProcessException
 
-import planner.executor
 from planner import files
 from planner.cli.main import run
 from planner.core.errors import ExitCode
@@ -29,6 +28,7 @@ from planner.core.values.profile import Device
 from planner.core.values.run_report import RunReport, StageRun
 from planner.core.values.units import format_us
 from planner.emit.native import decisions_digest
+from planner.executor.measure import calibrate
 from tests.support.cli import (
     BUILD,
     EXAMPLE,
@@ -367,7 +367,7 @@ def test_a_failed_calibration_is_a_warning(empty, capsys, monkeypatch, error):
     def fail(*_: object, **__: object) -> None:
         raise ProcessException("exploded", 1, 2) if error is ProcessException else error("exploded")
 
-    monkeypatch.setattr(planner.executor, "executor_cost", fail)
+    monkeypatch.setattr(calibrate, "executor_cost", fail)
     done = call(capsys, "profile", "model.py", *FAST)
     assert done.code == 0, done.err
     assert re.search(r"^warning: .*exploded", done.err, re.MULTILINE)

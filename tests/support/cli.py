@@ -74,23 +74,23 @@ def known_executor(folder: Path) -> str:
 
 def no_proof(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the equivalence check, which trains each model in a dozen processes, find that all cuts are right."""
-    import planner.executor
     from planner.executor.build.building import build_structure
+    from planner.executor.equivalence import check, new_process
 
     def verified(loaded, *_, **__):
         layers = len(build_structure(loaded).layers)
         proof = Proof(layers=layers, cuts=layers - 1, gradients=1, states=1)
-        return planner.executor.EquivalenceResult(loaded=loaded, proof=proof, warnings=())
+        return check.EquivalenceResult(loaded=loaded, proof=proof, warnings=())
 
-    monkeypatch.setattr(planner.executor, "check_without_gpu", verified)
+    monkeypatch.setattr(new_process, "check_without_gpu", verified)
 
 
 def no_calibration(monkeypatch: pytest.MonkeyPatch) -> None:
     """Skip the two processes with which `profile` measures the executor's cost."""
-    import planner.executor  # it imports torch, which some tests of this module's users must not
+    from planner.executor.measure import calibrate  # it imports torch, which some tests of this module's users must not
 
     free = ExecutorCost(overhead_us=0.0, link=Link())
-    monkeypatch.setattr(planner.executor, "executor_cost", lambda *_, **__: free, raising=False)
+    monkeypatch.setattr(calibrate, "executor_cost", lambda *_, **__: free, raising=False)
 
 
 def write_model(folder: Path, text: str = MODEL, name: str = "model.py") -> Path:

@@ -24,9 +24,10 @@ from torch.optim.lr_scheduler import (
 )
 
 from planner.core.errors import FileError, UsageError
-from planner.executor import Pipeline, latest_checkpoint
+from planner.executor import Pipeline
 from planner.executor.checkpoints import Checkpoints
 from planner.executor.keep.json_state import to_json
+from planner.executor.keep.saved import latest_checkpoint
 from planner.executor.run.loader import seeded_batches
 from tests.support.cli import MODEL
 from tests.unit.executor.test_pipeline import balance_of, edit

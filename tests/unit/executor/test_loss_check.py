@@ -8,9 +8,9 @@ import torch
 from planner.core.errors import ModelError, UsageError
 from planner.core.values.balance import Balance, StageBalance
 from planner.core.values.profile import CountedLabels, Model
-from planner.executor import check_equivalence
 from planner.executor.build.building import build_structure
 from planner.executor.build.loss_check import check_loss
+from planner.executor.equivalence.check import check_equivalence
 from planner.files import write
 from planner.model.label_counts import label_count
 from planner.model.load import LoadedModel, load_model

@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from planner.core.errors import FileError, UsageError
-from planner.executor import Pipeline, latest_checkpoint
+from planner.executor import Pipeline
 from planner.executor.checkpoints import Checkpoints
 from planner.executor.keep import folder_lock, saved
 from planner.executor.keep.folder_lock import FolderLock
 from planner.executor.keep.index import check_rank_files, read_index
+from planner.executor.keep.saved import latest_checkpoint
 from tests.support.cli import MODEL
 from tests.support.processes import wait_for
 from tests.support.ranks import ForkedProcess
