@@ -38,7 +38,7 @@ from planner.executor.keep.json_state import to_json
 from planner.executor.keep.optimizer_state import OptimizerState
 from planner.executor.keep.run_folder import RunFolder
 from planner.executor.keep.saved import (
-    NotWrittenError,
+    CheckpointNotWrittenError,
     checkpoints_in,
     complete_checkpoint,
     latest_checkpoint,
@@ -46,7 +46,7 @@ from planner.executor.keep.saved import (
     remove_old_checkpoints,
 )
 from planner.executor.keep.stored import name_in_rank_file
-from planner.executor.keep.unsaved import UnsavedState, further_objects
+from planner.executor.keep.unsaved import UnsavedState, other_objects_with_state
 from planner.executor.keep.weights import load_weights
 from planner.executor.keep.writing import CheckpointWriter, RankState, WrittenFile
 from planner.executor.pipeline import Pipeline
@@ -100,7 +100,7 @@ class Checkpoints:
         self._optimizer = OptimizerState(optimizer, dict(pipeline.named_parameters()), pipeline.first_names)
         self._every, self._keep, self._steps = every, keep, steps
         self._watch = pipeline.watch
-        self._others = {**stateful, **further_objects(pipeline.whole_model, pipeline.modules, optimizer)}
+        self._others = {**stateful, **other_objects_with_state(pipeline.whole_model, pipeline.modules, optimizer)}
         self._saved_step = -1
         self._is_checked = self._is_warned = False
         self._failed: PlannerError | None = None
@@ -210,7 +210,7 @@ class Checkpoints:
         pending, self._pending = self._pending, None
         try:
             pending.wait_until_written()
-        except NotWrittenError as error:
+        except CheckpointNotWrittenError as error:
             self._save_failed(error)
             return
         self._failed = None
@@ -278,7 +278,7 @@ class Checkpoints:
         firsts, balance = self._pipeline.first_names, self._pipeline.balance
         lost = next((first for first in firsts.values() if name_in_rank_file(first) not in holders), None)
         if lost is not None:
-            raise NotWrittenError(f'the script has removed or renamed "{lost}", which `build_model` returns')
+            raise CheckpointNotWrittenError(f'the script has removed or renamed "{lost}", which `build_model` returns')
         index = CheckpointIndex(
             step=self._saved_step,
             seed=self._pipeline.seed,

@@ -20,7 +20,7 @@ from planner.executor.run.agreement import Phase, PhaseAgreement
 from planner.executor.run.engine import Engine
 from planner.executor.run.evaluation import EvaluationResult, ForwardRunner, Metrics, MetricsCollector, mean_results
 from planner.executor.run.gradients import (
-    check_gradients,
+    check_gradients_are_finite,
     check_gradients_have_values,
     check_losses,
     refuse_norm_of_own_gradients,
@@ -282,7 +282,7 @@ class Trainer:
         self._assembly.tied.sum()
         self.skipped = self._loss_scale is not None and not self._loss_scale.unscale()
         if self._loss_scale is None and self._job.check_nan:
-            check_gradients(self._parameters, self._job.activity)
+            check_gradients_are_finite(self._parameters, self._job.activity)
 
     def _step_record(self, loss: float) -> StepRecord:
         return StepRecord(

@@ -38,7 +38,7 @@ def shape_at(pair: ShapePair, size: int) -> tuple[int, ...]:
     return tuple(max(0, a + (b - a) * (size - SIZES[0]) // step) for a, b in zip(*pair, strict=True))
 
 
-def candidates_in_both_recordings(recording: Recording, other: Recording) -> dict[FunctionResult, ShapePair]:
+def sendable_results(recording: Recording, other: Recording) -> dict[FunctionResult, ShapePair]:
     """Return the function results that may be sent across cuts, each with its shapes in both batches.
 
     The batches have `SIZES[0]` and `SIZES[1]` samples. A result is left out if it occurs in one recording only, or if

@@ -24,8 +24,8 @@ from planner.model.cuts import PossibleCuts
 from planner.model.growth import (
     SIZES,
     Shapes,
-    candidates_in_both_recordings,
     cut_errors,
+    sendable_results,
     shape_at,
     shapes_in_both_recordings,
 )
@@ -165,7 +165,7 @@ def outline_of(
     """
     recording = _recorded(model, example_inputs, SIZES[0], loss_of)
     other = _recorded(model, example_inputs, SIZES[1])
-    candidates = candidates_in_both_recordings(recording, other)
+    candidates = sendable_results(recording, other)
     # A result is sent for every batch size, so a candidate must occur in both recordings.
     recording.candidates = list(candidates)
     cuts = PossibleCuts(recording, model)

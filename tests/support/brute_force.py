@@ -20,7 +20,7 @@ from planner.core.cost.device_memory import chunk_memory, shared_bytes, subtract
 from planner.core.cost.evaluate import Evaluation
 from planner.core.cost.memory import peak_bytes_of_stages, stage_memory
 from planner.core.cost.partition import Partition
-from planner.core.cost.peak_points import PARTS, PeakPoints, peak_part_counts, stage_peak_points
+from planner.core.cost.peak_points import PARTS, PeakPoints, peak_allocation_counts, stage_peak_points
 from planner.core.cost.simulate import makespans
 from planner.core.errors import UsageError
 from planner.core.schedule import SCHEDULES, Action
@@ -192,7 +192,7 @@ class Block:
         shared = shared_bytes(costs, self.cuts, self.num_devices)
         always, parts = subtract_shared(*map(self._at, self.tables.chunks), shared, exact=costs.exact)
         devices = []
-        for d, counts in enumerate(peak_part_counts(self.actions)):
+        for d, counts in enumerate(peak_allocation_counts(self.actions)):
             of = (slice(None), slice(d, None, self.num_devices))
             alive = np.einsum("nvp,tvp->nt", parts[of], counts)
             devices.append(always[of].sum(axis=1) + alive.max(axis=1))

@@ -128,8 +128,8 @@ class ProfileOptions(FormulaOptions):
         Sequence[str] | None,
         Option(
             "3x224x224",
-            "Shape of an input without the batch, if there is no example_batch; 1024:int64:32000: integers below 32000 "
-            "(repeatable).",
+            "Shape of an input without the batch, if there is no example_batch; `1024:int64:32000` for integers below "
+            "32000 (repeatable).",
             _MODEL,
             repeatable=True,
             forms="--input",
@@ -146,11 +146,15 @@ class ProfileOptions(FormulaOptions):
     ] = "60s"
     proof_budget: Annotated[
         str,
-        Option("30s", "Time limit for comparing stages with the unpartitioned model; 0s: skip.", _EFFORT),
+        Option("30s", "Time limit of the check that stages give the same results as the model; 0s: no check.", _EFFORT),
     ] = "30s"
     calibration: Annotated[
         File | Calibration | None,
-        Option("FILE", "Use executor and link costs measured by `verify`.", _EFFORT),
+        Option(
+            "FILE",
+            "Do not measure costs of executor and links, but copy those measured by `verify`.",
+            _EFFORT,
+        ),
     ] = None
     example_batch: Annotated[
         Callable[[int], tuple[Any, Any]] | None,

@@ -96,7 +96,7 @@ class SolverOptions:
         int | None,
         Option(
             "B",
-            "Samples per optimizer step; default: smallest multiple of the largest profiled size that is not below the "
+            "Samples per optimizer step; default: the largest profiled size, or its first multiple not below the "
             "number of devices.",
             _BATCH,
         ),
@@ -152,7 +152,7 @@ class SolverOptions:
         Option(
             "|".join(get_args(RecomputePolicy)),
             "Recomputation of activations. except-last: of all micro-batches but the last; auto: chosen for each "
-            "stage; layers: chosen for each stage or layer.",
+            "stage; layers: as auto, or chosen for each layer.",
             _BATCH,
         ),
     ] = "auto"

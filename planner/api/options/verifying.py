@@ -23,7 +23,7 @@ class VerifyOptions:
     tolerance_time: Annotated[str | float, Option("10%", "Allowed error of the predicted step time.")] = "10%"
     tolerance_memory: Annotated[
         str | Sequence[str | float],
-        Option("1%,5%", "Allowed errors of peaks: if predicted too low, if too high."),
+        Option("1%,5%", "Allowed errors of peak memory: first if the prediction is too low, then if it is too high."),
     ] = "1%,5%"
     calibration: Annotated[File | None, "File for the measured costs of this machine."] = None
     progress: Annotated[Progress, "Called after every step."] = ignore_arguments

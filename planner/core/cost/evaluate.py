@@ -15,7 +15,7 @@ from planner.core.cost.costs import costs_at
 from planner.core.cost.device_memory import ChunkMemory, SharedBytes, chunk_memory, chunk_memory_at_peak, shared_bytes
 from planner.core.cost.memory import stage_memory
 from planner.core.cost.partition import Partition
-from planner.core.cost.peak_points import peak_part_counts, stage_peak_points
+from planner.core.cost.peak_points import peak_allocation_counts, stage_peak_points
 from planner.core.cost.simulate import Event, StageTimes, early_allreduces_us, last_end_us, period_us, simulate
 from planner.core.cost.stage_time import (
     CHOICES,
@@ -243,7 +243,7 @@ class Evaluation:
                 for k, interval in enumerate(partition.intervals())
             )
         memories = [StageMemory()] * num_stages
-        for device, counts in enumerate(peak_part_counts(self.actions)):
+        for device, counts in enumerate(peak_allocation_counts(self.actions)):
             stages = partition.chunks_of(device)
             chunks = [self.chunks[k] for k in stages]
             for k, memory in zip(stages, chunk_memory_at_peak(chunks, counts, self.cluster.reserve_bytes), strict=True):

@@ -30,7 +30,7 @@ Columns have the counts while an action runs, without the running micro-batch. F
     input, input gradient      1, 0      1, 0      1, 0          0, 1            0, 1      0, 1           0, 0
 
 For a device with one stage, `stage_peak_points` returns the few points at which memory can peak. For other devices,
-`peak_part_counts` finds these points by simulation.
+`peak_allocation_counts` finds these points by simulation.
 """
 
 from array import array
@@ -350,7 +350,7 @@ class _PartCounter:
 
 
 @lru_cache(maxsize=1024)
-def peak_part_counts(actions: tuple[tuple[Action, ...], ...]) -> tuple[IntArray, ...]:
+def peak_allocation_counts(actions: tuple[tuple[Action, ...], ...]) -> tuple[IntArray, ...]:
     """Return, for each device, the number of allocations of each kind (`PARTS`) at points where its memory may peak.
 
     Shape (points, chunks, parts). A point is left out if another point has at least as many allocations of every kind.

@@ -64,7 +64,7 @@ class LaunchJob:
         return self.device == _GPU
 
     @property
-    def cores(self) -> int:
+    def cores_per_process(self) -> int:
         """CPU cores that each process needs: its threads, and one more to move tensors to a GPU."""
         return self.threads + self.uses_gpus
 

@@ -19,7 +19,7 @@ def kubernetes_file(job: LaunchJob) -> EngineFile:
     """Return the manifest of the `TrainJob` for a training job."""
     size = job.largest
     # JSON is valid YAML. Kubernetes expects quantities as text.
-    requests: dict[str, Any] = {"cpu": str(size.devices * job.cores)}
+    requests: dict[str, Any] = {"cpu": str(size.devices * job.cores_per_process)}
     limits: dict[str, Any] = {"nvidia.com/gpu": str(size.devices)} if job.uses_gpus else dict(requests)
     use = f"kubectl create -f {shell_word(job.path_of(_FILE))}"
     text = job.launcher_text(

@@ -22,6 +22,6 @@ def ray_file(job: LaunchJob) -> EngineFile:
         use=use,
         sizes=repr(tuple(size.num_processes for size in job.cluster_sizes)),
         use_gpu=job.uses_gpus,
-        cores=job.cores,
+        cores=job.cores_per_process,
     )
     return EngineFile(name=_FILE, text=text, notes=job.notes, use=use)

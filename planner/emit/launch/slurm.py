@@ -16,7 +16,7 @@ _FILE: Final = "train.sbatch"
 def slurm_file(job: LaunchJob) -> EngineFile:
     """Return the SLURM batch script of a training job."""
     fewest = min(size.count for size in job.cluster_sizes)
-    resources = [f"#SBATCH --cpus-per-task={job.largest.devices * job.cores}"]
+    resources = [f"#SBATCH --cpus-per-task={job.largest.devices * job.cores_per_process}"]
     if job.uses_gpus:
         resources.append(f"#SBATCH --gpus-per-node={job.largest.devices}")
     use = f"sbatch {shell_word(job.path_of(_FILE))}"

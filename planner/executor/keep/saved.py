@@ -15,7 +15,7 @@ from planner.executor.keep.index import CheckpointIndex, is_checkpoint, write_in
 from planner.files.writing import sync_folder
 
 
-class NotWrittenError(Exception):
+class CheckpointNotWrittenError(Exception):
     """Error for a rank that cannot write its part of a checkpoint. The message is the reason."""
 
 

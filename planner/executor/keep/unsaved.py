@@ -34,7 +34,7 @@ _STORED = ("state", "param_groups", "defaults", "step")
 """Attributes of an optimizer that `UnsavedState` ignores: three that checkpoints store, and the method `step`."""
 
 
-def further_objects(model: nn.Module, stages: Sequence[StageModule], optimizer: Optimizer) -> dict[str, Any]:
+def other_objects_with_state(model: nn.Module, stages: Sequence[StageModule], optimizer: Optimizer) -> dict[str, Any]:
     """Return objects whose `state_dict()` a checkpoint stores in addition to tensors of model and optimizer, by name.
 
     They have the extra state of modules, and state of an optimizer outside `torch.optim` that belongs to no parameter.

@@ -14,7 +14,7 @@ from torch import Tensor
 from planner.executor.keep.exchange import ValueExchange
 from planner.executor.keep.index import rank_file_name
 from planner.executor.keep.rank_file import FileEntry, write_rank_file
-from planner.executor.keep.saved import NotWrittenError
+from planner.executor.keep.saved import CheckpointNotWrittenError
 from planner.executor.watch.activity import STORE, RankActivity
 
 _SYNCED_BYTES = 2**28
@@ -85,11 +85,11 @@ class CheckpointWriter:
         """Wait until all ranks have written their parts and the first rank has published the checkpoint.
 
         Raises:
-            NotWrittenError: A rank could not write its part. The error is raised on all ranks.
+            CheckpointNotWrittenError: A rank could not write its part. The error is raised on all ranks.
         """
         problem = self._pending.result()
         if problem:
-            raise NotWrittenError(problem)
+            raise CheckpointNotWrittenError(problem)
 
     def _write_file(self, stored: RankState) -> dict[str, Any]:
         try:

@@ -85,7 +85,7 @@ def check_output(output: Any, activity: RankActivity) -> None:
             )
 
 
-def check_gradients(parameters: Mapping[str, Tensor], activity: RankActivity) -> None:
+def check_gradients_are_finite(parameters: Mapping[str, Tensor], activity: RankActivity) -> None:
     """Check that all gradients are finite.
 
     Raises:

@@ -28,7 +28,7 @@ from planner.show.views.cluster import (
     measured_to_predicted_ratios,
     run_length_words,
     shown_run,
-    tokens_words,
+    tokens_per_second_text,
 )
 from planner.show.views.measured import pipeline_words
 from planner.show.views.memory import device_memory, fullest_device
@@ -127,7 +127,7 @@ def _figures(plan: Plan, certainty: Certainty | None) -> list[_Figure]:
 def _of_cluster(plan: Plan, certainty: Certainty | None) -> list[_Figure]:
     predicted, figures = plan.predicted, list[_Figure]()
     if predicted.tokens_per_s:
-        figures.append(("tokens/s", tokens_words(plan, certainty), ""))
+        figures.append(("tokens/s", tokens_per_second_text(plan, certainty), ""))
     if predicted.flops_utilization:
         figures.append(("model FLOPs utilization", percent(predicted.flops_utilization), "of the peak rate"))
     shown, ratios = shown_run(plan), measured_to_predicted_ratios(plan, certainty)

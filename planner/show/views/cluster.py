@@ -19,13 +19,13 @@ def throughput_words(plan: Plan, certainty: Certainty | None) -> list[str]:
     predicted = plan.predicted
     words = []
     if predicted.tokens_per_s:
-        words.append(f"{tokens_words(plan, certainty)} tokens/s")
+        words.append(f"{tokens_per_second_text(plan, certainty)} tokens/s")
     if predicted.flops_utilization:
         words.append(f"model FLOPs utilization {percent(predicted.flops_utilization)}")
     return words
 
 
-def tokens_words(plan: Plan, certainty: Certainty | None) -> str:
+def tokens_per_second_text(plan: Plan, certainty: Certainty | None) -> str:
     """Return the number of tokens per second with its error range."""
     ratios = measured_to_predicted_ratios(plan, certainty)
     return amount_words(plan.predicted.tokens_per_s, None if ratios is None else (1 / ratios[1], 1 / ratios[0]))

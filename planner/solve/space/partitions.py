@@ -22,7 +22,7 @@ from planner.core.cost.device_memory import (
     subtract_shared,
 )
 from planner.core.cost.layer_memory import SavedAndPeaks, most_bytes_freed, saved_and_peaks_without_recomputation
-from planner.core.cost.peak_points import PARTS, part_counts_at_points, peak_part_counts
+from planner.core.cost.peak_points import PARTS, part_counts_at_points, peak_allocation_counts
 from planner.core.cost.simulate import makespans
 from planner.core.cost.stage_time import (
     CHOICES,
@@ -278,7 +278,7 @@ class Evaluator:
 
         Each array has the shape (points, stages per device, kinds of allocations in `PARTS`).
         """
-        return [counts.astype(np.float64) for counts in peak_part_counts(self.actions)]
+        return [counts.astype(np.float64) for counts in peak_allocation_counts(self.actions)]
 
     @cached_property
     def _counts(self) -> FloatArray:

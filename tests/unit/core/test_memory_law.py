@@ -9,7 +9,7 @@ import pytest
 from planner.core.cost.costs import costs_at
 from planner.core.cost.memory import single_stage_table, stage_memory
 from planner.core.cost.parts import stage_memory_parts
-from planner.core.cost.peak_points import PARTS, PartName, PartsAtPoint, peak_part_counts, stage_peak_points
+from planner.core.cost.peak_points import PARTS, PartName, PartsAtPoint, peak_allocation_counts, stage_peak_points
 from planner.core.schedule import GPIPE, ONE_FORWARD_ONE_BACKWARD
 from planner.core.values.plan import Recompute
 from tests.support.chains import chain, layer, random_profile, record, tensor
@@ -49,7 +49,7 @@ def bytes_at(point: PartsAtPoint, sizes: dict[PartName, int]) -> int:
 @pytest.mark.parametrize("last_differs", [False, True])
 def test_closed_forms_have_the_peak_of_the_whole_action_order(schedule, num_stages, more, *, last_differs):
     micro_batches = num_stages + more
-    walks = peak_part_counts(schedule.actions(num_stages, micro_batches))
+    walks = peak_allocation_counts(schedule.actions(num_stages, micro_batches))
     for k, walk in enumerate(walks):
         points = stage_peak_points(schedule, micro_batches=micro_batches, num_later=num_stages - 1 - k)
         for seed in range(40):

@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from planner.core.cost.peak_points import PARTS, part_counts, peak_part_counts
+from planner.core.cost.peak_points import PARTS, part_counts, peak_allocation_counts
 from planner.core.schedule import INTERLEAVED, Instruction, instruction_lists
 
 Rows = Sequence[Sequence[Instruction]]
@@ -104,7 +104,7 @@ def test_part_counts_by_hand() -> None:
 @pytest.mark.parametrize(("devices", "chunks", "micro_batches"), SIZES)
 def test_omitted_points_cannot_be_the_peak(devices: int, chunks: int, micro_batches: int) -> None:
     actions = INTERLEAVED.actions(devices, micro_batches, chunks)
-    both = zip(part_counts(actions), peak_part_counts(actions), strict=True)
+    both = zip(part_counts(actions), peak_allocation_counts(actions), strict=True)
     for (counts, points), seed in product(both, range(5)):
         parts = np.random.default_rng(seed).integers(0, 1000, (chunks, len(PARTS)))
         parts[:, PARTS.index("optimizer_step")] = 0

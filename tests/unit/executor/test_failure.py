@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from planner.core.errors import TrainingError
-from planner.executor.run.gradients import check_gradients, check_losses, check_output
+from planner.executor.run.gradients import check_gradients_are_finite, check_losses, check_output
 from planner.executor.watch import explain
 from planner.executor.watch.activity import ANY, RankActivity
 from planner.executor.watch.failure import FailureWatch
@@ -92,10 +92,10 @@ def test_the_first_non_finite_tensor_is_named() -> None:
     ):
         check_output(bad, activity())
     parameters: dict[str, Tensor] = {"a.weight": nn.Parameter(torch.ones(2)), "b": nn.Parameter(torch.ones(2))}
-    check_gradients(parameters, activity())
+    check_gradients_are_finite(parameters, activity())
     parameters["b"].grad = torch.full((2,), float("nan"))
     with pytest.raises(TrainingError, match=r"the gradient of b on stage 1"):
-        check_gradients(parameters, activity())
+        check_gradients_are_finite(parameters, activity())
 
 
 def test_signals_end_a_single_process_at_once_or_after_its_step() -> None:

@@ -68,7 +68,7 @@ def hooked() -> nn.Sequential:
 
 
 def test_gradients_of_hooks_that_read_tensors_equal_the_models() -> None:
-    check_gradients(hooked)
+    check_gradients_are_finite(hooked)
 
 
 def test_gradients_of_functions_that_read_tensors_equal_the_models() -> None:
@@ -78,14 +78,14 @@ def test_gradients_of_functions_that_read_tensors_equal_the_models() -> None:
         factor = torch.rand(WIDTH)
         return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)), Masked(lambda value: value * factor))
 
-    check_gradients(build)
+    check_gradients_are_finite(build)
 
 
 def test_gradients_of_hooks_equal_the_models_outside_of_a_sequential() -> None:
-    check_gradients(lambda: Blocks(hooked()))
+    check_gradients_are_finite(lambda: Blocks(hooked()))
 
 
-def check_gradients(build: Callable[[], nn.Module]) -> None:
+def check_gradients_are_finite(build: Callable[[], nn.Module]) -> None:
     """Compare gradients of two separately built stages with those of the whole model."""
     loaded = loaded_model(build, lambda size: torch.ones(size, WIDTH))
     chain, inputs = build_structure(loaded), torch.randn(2, WIDTH)

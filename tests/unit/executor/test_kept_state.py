@@ -161,16 +161,16 @@ STATEFUL: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("recompute", ["never", "always", "layers"])
 @pytest.mark.parametrize("name", STATEFUL)
 def test_gradients_with_state_in_one_stage_equal_a_plain_loop(name: str, recompute: Recompute) -> None:
-    check_gradients(name, recompute)
+    check_gradients_are_finite(name, recompute)
 
 
 @pytest.mark.parametrize("name", ["counter in a block", "counter at the top"])
 def test_stages_of_one_process_have_separate_counters(name: str) -> None:
     """Code between modules runs in each stage, and counts a micro-batch once in each."""
-    check_gradients(name, "never", together=True)
+    check_gradients_are_finite(name, "never", together=True)
 
 
-def check_gradients(name: str, recompute: Recompute, *, together: bool = False) -> None:
+def check_gradients_are_finite(name: str, recompute: Recompute, *, together: bool = False) -> None:
     """Compare gradients of stages with those of the plain loop."""
     torch.manual_seed(SEED)
     whole = STATEFUL[name]()
