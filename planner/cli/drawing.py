@@ -133,7 +133,7 @@ def _text(value: _Shown, plan: Plan | None, report: RunReport | None, source: Pr
     assert source is not None
     evaluation = Evaluation.of(plan, source)
     certainty = certainty_of(plan, source)
-    text = plan_text(plan, evaluation.events, style, step=simulated_step(evaluation), certainty=certainty)
+    text = plan_text(plan, evaluation.events, style, certainty=certainty)
     return text if report is None else f"{text}\n\n{plan_and_run_text(plan, report, style)}"
 
 

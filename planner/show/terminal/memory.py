@@ -1,4 +1,4 @@
-"""Memory of every device of a pipeline: stacked bars with the memory limit, and bars over the time of a step."""
+"""Memory of every device of a pipeline: stacked bars with the memory limit."""
 
 from collections.abc import Sequence
 from math import floor
@@ -6,12 +6,10 @@ from math import floor
 from rich.console import RenderableType
 from rich.text import Text
 
-from planner.core.values.plan import Plan, Stage
+from planner.core.values.plan import Stage
 from planner.core.values.units import format_bytes
-from planner.show.step import StepTimeline, memory_over_time
 from planner.show.terminal.rendering import heading, wrap_items
 from planner.show.terminal.style import Style
-from planner.show.terminal.timeline import BUBBLE_COLUMNS
 from planner.show.views.memory import (
     COMPONENTS,
     DeviceMemory,
@@ -19,7 +17,6 @@ from planner.show.views.memory import (
     device_memory,
     fullest_device,
     present_components,
-    share_of_limit,
 )
 from planner.show.views.numbers import row_noun
 
@@ -43,8 +40,6 @@ _OTHER_COLOR = 132
 
 _ENOUGH_TO_SEE = 0.25
 """Share of the memory limit. If no peak reaches it, bars are scaled to the largest peak instead of the limit."""
-
-_LEVELS = "▁▂▃▄▅▆▇█"
 
 
 def memory_renderables(devices: Sequence[Sequence[Stage]], style: Style, *, gpus: int = 1) -> list[RenderableType]:
@@ -123,38 +118,3 @@ def _look(name: str) -> str:
 
 def _rounded(value: float) -> int:
     return floor(value + 0.5)
-
-
-def memory_over_time_parts(plan: Plan, step: StepTimeline, style: Style) -> list[RenderableType]:
-    """Return a title, and per device a row of bars of its memory over the step, with the peak's share of the limit.
-
-    Args:
-        plan: The plan.
-        step: One step of the plan.
-        style: Style of the output.
-    """
-    if step.pipeline_us <= 0:
-        return []
-    noun, limits = row_noun(plan.chunks), [chunks[0].memory_bytes for chunks in plan.by_device()]
-    margin = len(f"{noun} {plan.num_devices - 1} ")
-    columns = style.columns - margin - BUBBLE_COLUMNS
-    needs = plan.peak_bytes_by_device()
-    title = heading("memory over the step")
-    if all(need < limit * _ENOUGH_TO_SEE for need, limit in zip(needs, limits, strict=True)):
-        title.append(f", up to the largest need ({format_bytes(max(needs))})", "not bold")
-        full = [max(1, *needs)] * len(limits)
-    else:
-        title.append(", up to the memory limit of each device", "not bold")
-        full = [max(1, limit) for limit in limits]
-    rows: list[RenderableType] = [title]
-    for device, held in enumerate(memory_over_time(step, columns=columns, end_us=step.pipeline_us)):
-        row = Text(f"{noun} {device}".ljust(margin))
-        row.append("".join(_level(size, full[device]) for size in held), "color(172)")
-        share = share_of_limit(needs[device], limits[device]).rjust(BUBBLE_COLUMNS)
-        rows.append(row.append(share, "bold red" if needs[device] > limits[device] else ""))
-    return rows
-
-
-def _level(size: int, full: int) -> str:
-    # Rounding down: a bar has full height only if the memory reaches the limit.
-    return _LEVELS[min(len(_LEVELS) - 1, size * (len(_LEVELS) - 1) // full)]

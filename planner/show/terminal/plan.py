@@ -11,9 +11,8 @@ from planner.core.schedule import schedule_of
 from planner.core.values.plan import Insight, Noise, Plan, WhatIf
 from planner.core.values.printable import printable
 from planner.core.values.units import format_bytes, format_us, pluralize
-from planner.show.step import StepTimeline
 from planner.show.terminal.frontier import frontier_parts, schedules_parts
-from planner.show.terminal.memory import memory_over_time_parts, memory_renderables
+from planner.show.terminal.memory import memory_renderables
 from planner.show.terminal.rendering import BLANK, heading, render, wrap_items
 from planner.show.terminal.stages import recomputed_layer_names, stages_table
 from planner.show.terminal.style import Style
@@ -38,7 +37,6 @@ def plan_text(
     events: Sequence[Event],
     style: Style,
     *,
-    step: StepTimeline | None = None,
     certainty: Certainty | None = None,
 ) -> str:
     """Return a plan as text with all sections.
@@ -47,7 +45,6 @@ def plan_text(
         plan: The plan.
         events: Simulated events of one step, for the timeline; if empty, there is no timeline.
         style: Style of the output.
-        step: One step as spans, for the memory over time; if None, this section is left out.
         certainty: Error ranges of the figures; None if they are not known.
     """
     first: list[RenderableType] = [heading(printable(plan_headline(plan)))]
@@ -55,14 +52,12 @@ def plan_text(
     if certainty is not None:
         reasons = printable(accuracy_words(certainty))
         first.append(wrap_items(reasons.split(), style, gap=" "))
-    sections = [first, *_sections(plan, events, style, step)]
+    sections = [first, *_sections(plan, events, style)]
     parts = [part for section in sections if section for part in (*section, BLANK)]
     return render(style, *parts[:-1])
 
 
-def _sections(
-    plan: Plan, events: Sequence[Event], style: Style, step: StepTimeline | None
-) -> list[list[RenderableType]]:
+def _sections(plan: Plan, events: Sequence[Event], style: Style) -> list[list[RenderableType]]:
     notes = [not_measured_warning(plan.inputs.profile.how), _not_a_pipeline(plan), _divided(plan), _unused(plan)]
     return [
         [wrap_items([note], style) for note in notes if note],
@@ -70,7 +65,6 @@ def _sections(
         [recomputed_layer_names(stage, style) for stage in plan.stages if stage.recompute == "layers"],
         memory_renderables(plan.by_device(), style, gpus=plan.tensor_parallel),
         timeline_parts(events, plan.num_devices, style) if events else [],
-        memory_over_time_parts(plan, step, style) if step else [],
         frontier_parts(plan, style),
         schedules_parts(plan, style),
         explanation_of_plan(plan, style),

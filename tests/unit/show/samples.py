@@ -218,11 +218,6 @@ def step_of_sample(planned: Plan) -> StepTimeline:
     return simulated_step(Evaluation.of(planned, profile()))
 
 
-def whole_plan_text(planned: Plan, how: Style) -> str:
-    """Return the text of a plan, including the memory of every device over the step."""
-    return plan_text(planned, events_of(planned), how, step=step_of_sample(planned))
-
-
 def equal_stages(num_stages: int, micro_batches: int, *, forward_us: float = 1000.0) -> tuple[Event, ...]:
     """Return one GPipe step of equal stages without links; a backward takes two forwards."""
     times = StageTimes(forward_us=forward_us, backward_us=2 * forward_us, last_backward_us=2 * forward_us)
@@ -306,7 +301,6 @@ EVERYTHING: dict[str, Callable[[Style], str]] = {
     "plan far below its caps": lambda s: plan_text(plan(cap=10**15, recompute="except-last"), (), s),
     "interleaved plan": lambda s: plan_text(interleaved(), events_of(interleaved()), s),
     "plan in a V": lambda s: plan_text(in_a_v(), events_of(in_a_v()), s),
-    "plan with its memory over time": lambda s: whole_plan_text(in_a_v(), s),
     "plan with replicas": lambda s: plan_text(plan(replicas=2, devices=8), (), s),
     "plan without a cut": lambda s: plan_text(plan((6,), replicas=3), (), s),
     "plan on unlike devices": lambda s: plan_text(unlike(), events_of(unlike()), s),

@@ -1,4 +1,4 @@
-"""Memory over time: scale, peaks and limits."""
+"""Memory over time: its highest levels, and its pictures in the report."""
 
 import re
 
@@ -6,19 +6,13 @@ import pytest
 
 from planner.show.html import plan_html
 from planner.show.step import MemoryLevel, StepTimeline, memory_over_time
-from tests.unit.show.samples import MIB, in_a_v, interleaved, plan, profile, step_of_sample, style, whole_plan_text
+from tests.unit.show.samples import in_a_v, interleaved, plan, profile, step_of_sample
 
 
 def levels_of(*levels):
     return StepTimeline(
         num_devices=1, chunks=1, micro_batches=1, spans=(), memory=(tuple(MemoryLevel(*pair) for pair in levels),)
     )
-
-
-def rows(text):
-    """Return the rows of the section without the names of devices."""
-    section = text[text.index("memory over the step") :]
-    return [line.split(" ", 2)[2] for line in section.splitlines()[1:] if line.startswith(("device ", "stage "))]
 
 
 def test_column_has_the_highest_of_its_levels():
@@ -37,25 +31,6 @@ def test_highest_level_is_the_peak(planned):
     step = step_of_sample(planned)
     held = memory_over_time(step, columns=100, end_us=step.end_us)
     assert [max(levels) for levels in held] == pytest.approx(planned.peak_bytes_by_device(), abs=8)
-
-
-def test_memory_rows_have_the_scale_of_the_timeline():
-    planned = in_a_v()
-    text = whole_plan_text(planned, style(100))
-    drawn = rows(text)
-    assert len(drawn) == 3
-    shares = [f"{100 * need / (120 * MIB):.0f} %" for need in planned.peak_bytes_by_device()]
-    assert [row.rsplit("  ", 1)[1].strip() for row in drawn] == shares
-    assert all(re.fullmatch(r"[▁▂▃▄▅▆▇]{84} +\d+ %", row) for row in drawn)
-
-
-def test_memory_at_its_limit_fills_the_row():
-    """If all needs are far below their limits, the largest need fills the row."""
-    need = max(in_a_v().peak_bytes_by_device())
-    assert "█" in "".join(rows(whole_plan_text(in_a_v(cap=need), style(100))))
-    far = whole_plan_text(in_a_v(cap=100 * need), style(100))
-    assert "up to the largest need" in far
-    assert "█" in "".join(rows(far))
 
 
 def test_report_draws_memory_over_time():
