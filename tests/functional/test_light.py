@@ -113,7 +113,7 @@ def test_commands_that_need_an_extra_print_how_to_install_it(ran: dict[str, Ran]
 
 
 def test_a_note_reports_that_highs_would_give_a_better_bound(ran: dict[str, Ran], folder: Path) -> None:
-    """Proven plans have no such note."""
+    """Proven plans have no such note. `check` reports it only if it must solve again."""
     unproven, gpipe = ran[UNPROVEN], ran[f"{SOLVE} --schedule gpipe"]
     assert unproven.err.count("highspy is not installed; with it the gap may be smaller") == 1
     assert MILP in unproven.err
@@ -123,6 +123,7 @@ def test_a_note_reports_that_highs_would_give_a_better_bound(ran: dict[str, Ran]
     files.write(str(folder / "unsealed.yaml"), replace(plan, seal=""))
     again = without(ABSENT, ("check unsealed.yaml",), folder)["check unsealed.yaml"]
     assert "GP205" not in again.out
+    assert "not installed" in again.out
 
 
 def test_emitted_scripts_print_how_to_install_an_extra(folder: Path) -> None:

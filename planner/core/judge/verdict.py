@@ -265,7 +265,7 @@ def is_equal_rounded(name: str, written: float, computed: float) -> bool:
 
 
 def checkable_report(written: Plan, verdict: Verdict) -> SolverReport | None:
-    """Return the solver report of a stored plan, to check its claims: status, lower bounds and gap.
+    """Return the solver report of a stored plan, to check its claims: status, lower bound, gap and frontier.
 
     Returns:
         The stored report, or one without bounds if the stored step time is wrong. None if the plan does not fit, was
@@ -275,8 +275,9 @@ def checkable_report(written: Plan, verdict: Verdict) -> SolverReport | None:
     if now is None or codes & {"GP101", "GP201"} or now.inputs != written.inputs:
         return None
     claimed = written.solver if written.solver.status == now.solver.status else now.solver
-    has_claims = claimed.gap or claimed.lower_bound_us or claimed.named_lower_bound_us
-    return claimed if claimed.status != "given" or has_claims else None
+    has_claims = written.frontier or claimed.gap or claimed.lower_bound_us or claimed.named_lower_bound_us
+    is_bare = claimed.status == "given" and not has_claims
+    return None if is_bare else claimed
 
 
 def _differing_values(plan: Plan, now: Plan) -> tuple[str, ...]:
@@ -289,7 +290,7 @@ def _differing_values(plan: Plan, now: Plan) -> tuple[str, ...]:
 def certificate_problems(plan: Plan, solver: SolverReport) -> tuple[str, ...]:
     """Return the values of a solver report that contradict the plan, as texts.
 
-    For example, the lower bound is above the step time.
+    For example, the lower bound is above the step time, or a plan in `Plan.frontier` is faster than an optimal plan.
     """
     step_us, bound_us, named_us = plan.predicted.step_us, solver.lower_bound_us, solver.named_lower_bound_us
     problems = []
@@ -309,6 +310,10 @@ def certificate_problems(plan: Plan, solver: SolverReport) -> tuple[str, ...]:
         problems.append(f"the stored gap is {solver.gap:.4%}, but step and bound give {gap:.4%}")
     if solver.status == "optimal" and solver.gap > 0:
         problems.append(f"it is marked as optimal with a gap of {solver.gap:.4%}")
+    for point in plan.frontier:
+        faster = point.fits and point.step_us < step_us and not is_equal_rounded("step_us", point.step_us, step_us)
+        if solver.status == "optimal" and faster:
+            problems.append(f"M = {point.micro_batches} in its frontier is faster than the optimal plan")
     return tuple(problems)
 
 

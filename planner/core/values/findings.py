@@ -112,8 +112,8 @@ RULES: Final = (
         code="GP205",
         severity="warning",
         title="the plan is not as good as its certificate states",
-        meaning="Solving again with the plan's inputs and number of micro-batches contradicts the status, the gap or "
-        "the lower bound in the file.",
+        meaning="Solving again with the plan's inputs and number of micro-batches contradicts the status, the gap, the "
+        "lower bound or the frontier in the file.",
         why="The plan was edited, or written by another tool. Readers rely on the word `optimal`.",
         remedy="Solve again. To evaluate fixed cuts, use `solve --balance`.",
     ),
@@ -121,8 +121,8 @@ RULES: Final = (
         code="GP206",
         severity="note",
         title="the certificate was not recomputed",
-        meaning="Solving again takes too long, or needs a missing package. The plan's status, gap and bound "
-        "were read from the file. Everything else was recomputed.",
+        meaning="Solving again takes too long, or needs a missing package. The plan's status, gap, bound and "
+        "frontier were read from the file. Everything else was recomputed.",
         why="These values may be correct, but they were not verified.",
         remedy="To be sure, solve again.",
     ),

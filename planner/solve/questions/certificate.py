@@ -1,6 +1,7 @@
 """Check of a plan's claims by solving its request again within seconds.
 
-The claims are its status (optimal or not), its gap and its lower bounds.
+The claims are its status (optimal or not), its lower bound, and its frontier: the best plan's step time and memory for
+each number of replicas and micro-batches.
 """
 
 from dataclasses import replace
@@ -9,13 +10,13 @@ from planner.core.errors import MissingPackageError, PlannerError, SolverError
 from planner.core.judge.verdict import Verdict, certificate_problems, checkable_report, is_equal_rounded, with_findings
 from planner.core.schedule import SEARCHED
 from planner.core.values.findings import Finding, finding
-from planner.core.values.plan import Plan, SolverReport
+from planner.core.values.plan import FrontierPoint, Plan, SolverReport
 from planner.core.values.profile import Profile
 from planner.solve.request import Request
 from planner.solve.search import MOST_WORK, solve
 
 _TIME_LIMIT_S = 5.0
-"""Time limit in seconds of each search that verifies the status or the lower bound of a plan."""
+"""Time limit in seconds of each search that verifies the status, the lower bound or the frontier of a plan."""
 
 _ACTIONS = 30_000
 """Number of actions simulated per schedule, if the plan does not claim to be optimal: some tenths of a second."""
@@ -24,9 +25,9 @@ _HINT = "solve again to recompute these values"
 
 
 def check_certificate(written: Plan, verdict: Verdict, profile: Profile) -> Verdict:
-    """Return the verdict with findings about the plan's status, gap and lower bounds.
+    """Return the verdict with findings about the plan's status, lower bound and frontier.
 
-    If one of them is wrong, the plan in the returned verdict has the status `given` and no lower bound.
+    If one of the three is wrong, the plan in the returned verdict has the status `given` and no lower bound.
 
     Args:
         written: The plan as read from its file.
@@ -44,19 +45,23 @@ def check_certificate(written: Plan, verdict: Verdict, profile: Profile) -> Verd
 
 
 def _findings(written: Plan, now: Plan, profile: Profile) -> tuple[Finding, ...]:
-    problems, unchecked = list(certificate_problems(written, now.solver)), ""
-    if now.solver.status != "given":
-        problem, unchecked = _solved_again(now, profile)
-        problems += [problem] if problem else []
-    wrong = [finding("GP205", "; ".join(problems), hint=_HINT)] if problems else []
-    return (*wrong, *([finding("GP206", f"{unchecked}: status and bound are as stored")] if unchecked else []))
-
-
-def _solved_again(now: Plan, profile: Profile) -> tuple[str, str]:
-    # Return what contradicts the plan's claims, and why they could not be checked; empty texts for neither.
-    if len(profile.layers) * now.inputs.devices > MOST_WORK:
-        return "", "there are too many layers and devices to solve again"
     # A plan does not record if M was fixed, so the request is solved for the plan's own M.
+    problems = list(certificate_problems(written, now.solver))
+    open_ones = []
+    if now.solver.status != "given" or written.frontier:
+        if len(profile.layers) * now.inputs.devices > MOST_WORK:
+            open_ones.append("there are too many layers and devices to solve again")
+        else:
+            for question in (_faster, _frontier):
+                problem, is_open = question(written, now, profile)
+                (open_ones if is_open else problems).extend([problem] if problem else [])
+    wrong = [finding("GP205", "; ".join(problems), hint=_HINT)] if problems else []
+    return (*wrong, *(finding("GP206", f"{why}: status, bound and frontier are as stored") for why in open_ones[:1]))
+
+
+def _faster(_written: Plan, now: Plan, profile: Profile) -> tuple[str, bool]:
+    if now.solver.status == "given":
+        return "", False
     request = Request.of_plan(now, micro_batches=now.micro_batches, time_limit_s=_TIME_LIMIT_S)
     if now.solver.status != "optimal":
         # Only a proof of optimality needs a long search. To refute a lower bound, any faster plan is enough.
@@ -65,14 +70,12 @@ def _solved_again(now: Plan, profile: Profile) -> tuple[str, str]:
         best = solve(profile, request, breaks_ties=False)
         if _contradiction(now, best):
             # Of equally fast plans, name the one that `solve` returns.
-            return _contradiction(now, solve(profile, request)), ""
-    except SolverError:
-        return "", "the solver took too long"
-    except MissingPackageError as error:
-        return "", error.message
+            return _contradiction(now, solve(profile, request)), False
+    except (SolverError, MissingPackageError) as error:
+        return "the solver took too long" if isinstance(error, SolverError) else error.message, True
     except PlannerError as error:
-        return f"solving again found no such plan: {error.message}", ""
-    return "", ""
+        return f"solving again found no such plan: {error.message}", False
+    return "", now.solver.status == "optimal" and best.solver.status != "optimal"
 
 
 def _contradiction(now: Plan, best: Plan) -> str:
@@ -88,3 +91,33 @@ def _contradiction(now: Plan, best: Plan) -> str:
             f"but {list(best.balance)} under {best.schedule} is faster"
         )
     return ""
+
+
+def _frontier(written: Plan, now: Plan, profile: Profile) -> tuple[str, bool]:
+    if not written.frontier:
+        return "", False
+    from planner.solve.methods import lacks_bound  # noqa: PLC0415 - few plans have a frontier
+    from planner.solve.questions.insight import frontier_of  # noqa: PLC0415 - few plans have a frontier
+
+    fixed = now.micro_batches if len(written.frontier) == 1 else None
+    request = Request.of_plan(now, micro_batches=fixed, time_limit_s=_TIME_LIMIT_S)
+    if lacks_bound(request.schedules):
+        return "highspy is not installed, without which other plans may be found", True
+    try:
+        points = {(p.replicas, p.micro_batches): p for p in frontier_of(profile, request, now)}
+    except MissingPackageError as error:
+        return error.message, True
+    except PlannerError as error:
+        return f"the plan has a frontier, but solving again finds none: {error.message}", False
+    wrong = [p.micro_batches for p in written.frontier if not _alike(p, points.get((p.replicas, p.micro_batches)))]
+    return (f"its frontier differs at M = {', '.join(map(str, wrong[:5]))}" if wrong else ""), False
+
+
+def _alike(written: FrontierPoint, computed: FrontierPoint | None) -> bool:
+    if computed is None:
+        return False
+    figures = ("step_us", "samples_per_s", "bubble", "peak_bytes", "recompute_share")
+    rest = replace(written, **{name: getattr(computed, name) for name in figures})
+    return rest == computed and all(
+        is_equal_rounded(name, getattr(written, name), getattr(computed, name)) for name in figures
+    )

@@ -64,3 +64,15 @@ def test_false_certificates_are_reported() -> None:
         assert [each.code for each in verdict.findings] == ["GP205"], report
         assert verdict.plan.solver.status == "given"
     assert certificate_problems(slow, slow.solver) == ()
+
+
+def test_edited_trade_offs_are_reported() -> None:
+    plan = solved(frontier=True)
+    first = plan.frontier[0]
+    for frontier in (
+        (replace(first, samples_per_s=first.samples_per_s + 1), *plan.frontier[1:]),
+        (replace(first, peak_bytes=1), *plan.frontier[1:]),
+        (*plan.frontier, replace(first, micro_batches=3)),
+        (replace(first, step_us=1.0), *plan.frontier[1:]),
+    ):
+        assert codes(replace(plan, frontier=frontier)) == ["GP205"]
