@@ -237,13 +237,7 @@ def faster_plan_with_replicas(profile: Profile, plan: Plan, options: SolveOption
 
 
 def with_schedule_alternatives(profile: Profile, plan: Plan, options: SolveOptions) -> Plan:
-    """Return `plan` with its field `schedules`: a good plan for each schedule, found by a short search.
-
-    Args:
-        profile: The profile.
-        plan: The plan.
-        options: Options that the plan was made with.
-    """
+    """Return `plan` with its field `schedules`: a good plan for each schedule, found by a short search."""
     from planner.solve.questions.trade_off import memory_trade_off  # noqa: PLC0415 - imports numpy
 
     if plan.schedules:

@@ -102,11 +102,6 @@ def check_partition(partition: Partition, *, num_layers: int, num_devices: int) 
     In a valid partition, every layer belongs to one stage, no stage is empty, there are enough devices, and every stage
     contains the layers that it recomputes.
 
-    Args:
-        partition: The partition.
-        num_layers: Number of layers.
-        num_devices: Number of devices of the cluster.
-
     Raises:
         UsageError: The partition is not valid.
     """

@@ -231,11 +231,5 @@ def decimals_for_three_digits(value: float) -> int:
 
 
 def pluralize(count: int, noun: str, plural: str = "s") -> str:
-    """Return a number followed by a noun in singular or plural: `1 stage`, `4 micro-batches`.
-
-    Args:
-        count: The number.
-        noun: Noun in the singular.
-        plural: Ending of the plural.
-    """
+    """Return a number followed by a noun in singular or plural: `1 stage`, `4 micro-batches`."""
     return f"{count} {noun}{'' if count == 1 else plural}"

@@ -82,13 +82,7 @@ class TimelineBox:
 
 
 def timeline_parts(events: Sequence[Event], num_devices: int, style: Style) -> list[RenderableType]:
-    """Return title, rows, axis and legend of the timeline of a step, without transfers.
-
-    Args:
-        events: Simulated events of the step.
-        num_devices: Number of devices, which is the number of rows.
-        style: Style of the output.
-    """
+    """Return title, rows, axis and legend of the timeline of a step, without transfers."""
     computing = [event for event in events if event.kind in _BY_LETTER]
     total_us = max((event.end_us for event in computing), default=0.0)
     if total_us <= 0:
