@@ -60,6 +60,9 @@ def profile_of(profile: AnyProfile) -> ProfileSource:
 def load_plan(plan: File = "plan.yaml") -> Plan:
     """Return the plan in a file. The plan is not compared with its profile (see `check`).
 
+    Args:
+        plan: The file.
+
     Raises:
         FileError: The file cannot be read, or is not a plan.
     """
