@@ -38,7 +38,7 @@ from planner.model.module_tensors import parameters_as_ghosts
 from planner.model.nests import tensors_in
 from planner.model.optimizers import OptimizerBuilder, optimizer_builder
 from planner.model.process_group import hide_process_group
-from planner.model.seeding import preserve_torch_generators
+from planner.model.seeding import preserve_torch_generators, seeded_draws
 from planner.model.settings import public_names_text, typed_settings
 from planner.model.shared_memory import check_separate_memory
 from planner.model.user_errors import explain_user_errors
@@ -98,7 +98,8 @@ class LoadedModel:
             ModelError: The model fails or cannot be cut, or a trained parameter shares memory with a different tensor.
         """
         # Autocast's cache is off: a cached copy of a weight that two modules share would cross the cuts between them.
-        with forward_context(self.precision, torch.device("cpu"), keep=False), hide_process_group():
+        # Seeds make the chain the same in every process, also if values decide shapes and so the cuts.
+        with seeded_draws(0), forward_context(self.precision, torch.device("cpu"), keep=False), hide_process_group():
             chain = chain_of(
                 model,
                 lambda size: self.example_batch(size).inputs,

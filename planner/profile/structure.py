@@ -13,6 +13,7 @@ from planner.model.lean import build_lean, move_buffers
 from planner.model.load import LoadedModel
 from planner.model.precision import convert_if_needed
 from planner.model.refusals import TooFewSamplesError
+from planner.model.seeding import seeded_draws
 from planner.model.shared_memory import check_hooks, has_hooks
 from planner.model.stage import ModelStage
 from planner.profile.units import trace_layers
@@ -41,7 +42,9 @@ def find_chain(loaded: LoadedModel, device: torch.device) -> tuple[Chain, bool]:
                 trace_layers(chain, loaded, 2, device, ghosts=True)
             move_buffers(chain.model, device)
             return chain, True
-    return _checked_chain(loaded, loaded.build(), device), False
+    with seeded_draws(0):  # as in `build_structure`: values may decide shapes
+        model = loaded.build()
+    return _checked_chain(loaded, model, device), False
 
 
 def _checked_chain(loaded: LoadedModel, model: nn.Module, device: torch.device | None = None) -> Chain:

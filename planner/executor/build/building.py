@@ -30,7 +30,7 @@ from planner.model.module_tensors import (
 )
 from planner.model.outline import ModelOutline
 from planner.model.precision import convert_in_place
-from planner.model.seeding import seed_process
+from planner.model.seeding import seed_process, seeded_draws
 
 _SMALL_BYTES = 20_000_000
 """Largest size of the parameters of a model that may be built as a whole."""
@@ -64,7 +64,7 @@ def build_structure(loaded: LoadedModel) -> Chain:
         with torch.device("meta"), StrictOperators():  # type: ignore[no-untyped-call]
             model = loaded.build()
     except Exception:  # the construction may read values; an error in the user's code occurs here again
-        model = full = loaded.build()
+        model = full = _built(loaded)
     refuse_sparse(model)
     if any(not tensor.is_meta for tensor in _all_tensors(model)):
         # Copy the model and replace every tensor in the copy, because the file may return the same model each time.
@@ -74,11 +74,16 @@ def build_structure(loaded: LoadedModel) -> Chain:
     try:
         return loaded.chain(model)
     except ModelError:  # the forward may read values; an error in the user's code occurs here again
-        full = convert_in_place(loaded.build() if full is None else full, loaded.precision)
+        full = convert_in_place(_built(loaded) if full is None else full, loaded.precision)
         outline = loaded.chain(full).outline
         if outline is None:
             raise
         return chain_from_outline(outline, model)
+
+
+def _built(loaded: LoadedModel) -> nn.Module:
+    with seeded_draws(0):  # as in `find_chain`: values may decide shapes
+        return loaded.build()
 
 
 def check_buildable(loaded: LoadedModel) -> None:

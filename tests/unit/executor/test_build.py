@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from planner.model.ghosts import AbsentGhost
 from planner.model.load import LoadedModel
 from planner.model.seeding import seed_process
 from planner.model.stage import ModelStage
+from planner.profile.structure import find_chain
 from tests.support.measure import loaded_model
 from tests.zoo.models.memory_kinds import WORDS, Recurrent
 
@@ -179,6 +181,33 @@ class MaskedByNumPy(nn.Module):
         for block in self.blocks[1:]:
             value = block(value)
         return value / max(float(value.detach().abs().max()), float(self.scale))
+
+
+class Routed(nn.Module):
+    """Experts, of which each gets the samples that the gate chooses for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(8, 3), nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, value: Tensor) -> Tensor:
+        chosen = self.gate(value).argmax(1)
+        for index, expert in enumerate(self.experts):
+            rows = (chosen == index).nonzero()[:, 0]
+            value = value.index_add(0, rows, expert(value[rows]))
+        return self.head(value)
+
+
+def test_values_that_decide_shapes_are_the_same_in_every_process() -> None:
+    """Another seed of the run would otherwise result in another chain than the planned one."""
+    loaded = replace(loaded_model(Routed), granularity="fine")
+    chains = set()
+    for seed in range(6):
+        seed_process(seed)
+        chains.add(build_structure(loaded).names)
+        chains.add(find_chain(loaded, CPU)[0].names)
+    assert len(chains) == 1
 
 
 def test_a_forward_that_needs_values_is_cut_on_values() -> None:
