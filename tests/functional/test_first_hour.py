@@ -99,7 +99,7 @@ def test_the_suggested_command_has_the_memory_of_the_device(here, capsys, monkey
         "import torch\nmodel = torch.nn.Sequential(torch.nn.Linear(2, 2))\n"
         "def example_batch(size): return torch.randn(size, 2), None\n"
     )
-    monkeypatch.setattr(import_module("planner.profile"), "profile_model", estimated)
+    monkeypatch.setattr(import_module("planner.profile.profiler"), "profile_model", estimated)
     done = call(capsys, "profile", "model.py", "--device", "estimate:a10", "--proof-budget", "0s", "-o", "new.yaml")
     assert done.code == 0, done.err
     assert f"next: gpipe-plan solve new.yaml{next_}" in done.err

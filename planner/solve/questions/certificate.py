@@ -75,7 +75,9 @@ def _faster(_written: Plan, now: Plan, profile: Profile) -> tuple[str, bool]:
         return "the solver took too long" if isinstance(error, SolverError) else error.message, True
     except PlannerError as error:
         return f"solving again found no such plan: {error.message}", False
-    return "", now.solver.status == "optimal" and best.solver.status != "optimal"
+    if now.solver.status == "optimal" and best.solver.status != "optimal":
+        return "solving again does not prove that it is optimal", True
+    return "", False
 
 
 def _contradiction(now: Plan, best: Plan) -> str:
