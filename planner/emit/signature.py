@@ -31,7 +31,7 @@ def is_edited_script(path: Path) -> bool:
 
 def refuse_overwrite(path: Path, text: str) -> None:
     """Raise FileError if writing `text` would overwrite a file that a user has edited."""
-    hint = "keep it, or pass `--force`; to change the cuts, edit the plan instead"
+    hint = "to replace it, pass `--force`; to keep it, emit into another folder with `-o`"
     if _SIGNATURE in text:
         if is_edited(path):
             raise FileError("was edited since it was emitted", path=str(path), hint=hint)

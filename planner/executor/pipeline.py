@@ -264,8 +264,8 @@ class Pipeline:
     ) -> float | EvaluationResult:
         """Return the loss of a batch of any size in evaluation mode.
 
-        Every rank must call this method with its part of the batch. The evaluation affects later training only if the
-        model or its loss change state in evaluation mode, too, as in a plain loop.
+        Every rank must call this method with its part of the batch. As in a plain loop, the evaluation affects later
+        training only if the model or its loss also changes state in evaluation mode.
 
         Args:
             inputs: Inputs as in `step`.

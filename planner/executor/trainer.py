@@ -153,7 +153,7 @@ class Trainer:
         In the phase `checkpoint`, a rank saves a checkpoint. In the phase `end`, it has ended its training loop.
 
         Raises:
-            TrainingError: Another rank begins another phase, or has another value of a tied parameter or variable.
+            TrainingError: Another rank begins another phase, or has other tied parameters or shared values.
         """
         if phase == "end" and self._agreement.has_ended:
             return

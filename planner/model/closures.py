@@ -19,7 +19,7 @@ from planner.model.python_state import closure_variables
 
 
 def other_reachable_tensors(modules: Iterable[nn.Module], hooked: Iterable[Tensor]) -> list[Tensor]:
-    """Return the tensors that the code of some modules can read, or hooks of tensors, except parameters and buffers.
+    """Return the tensors that the code of `modules` or hooks on `hooked` can read, except parameters and buffers.
 
     The search includes the submodules of `modules`, and the hooks on tensors that it finds.
     """

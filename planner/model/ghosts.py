@@ -61,7 +61,7 @@ class Ghost(Tensor):
     """Name of the replaced tensor, which another stage has, for error messages; empty if only a shape is needed."""
 
     _viewed: "Ghost | None" = None
-    """Ghost of which this ghost is a view, until this ghost has a fake tensor."""
+    """Ghost of which this ghost is a view; None if it is no view or already has a fake tensor."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -181,7 +181,7 @@ _CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device, torc
 
 @cache
 def _depends_on_shapes(func: Any) -> bool:
-    """Tell whether the shapes of the arguments determine the results, and no argument is written into."""
+    """Return True if the shapes of the arguments determine those of the results, and no argument is written into."""
     tags = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
     schema = func._schema
     writes = any(argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments)

@@ -95,7 +95,7 @@ def numbers_in_fields(owner: str, fields: Mapping[str, Any]) -> dict[str, float]
 
 
 def numbers_in_values(values: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers in some values, with those of tensors, by name of the value and path in it."""
+    """Return the numbers in some values, and sums and counts of their tensors, by name of the value and path in it."""
     numbers = _WithTensors()
     for name, value in values.items():
         _add(numbers, name, value, 0)

@@ -42,7 +42,7 @@ def find_chain(loaded: LoadedModel, device: torch.device) -> tuple[Chain, bool]:
                 trace_layers(chain, loaded, 2, device, ghosts=True)
             move_buffers(chain.model, device)
             return chain, True
-    with seeded_draws(0):  # as in `build_structure`: values may decide shapes
+    with seeded_draws(0):  # the seed of `build_structure`: random initial values may decide shapes
         model = loaded.build()
     return _checked_chain(loaded, model, device), False
 

@@ -66,7 +66,7 @@ class SimulationBudget:
         return True
 
     def affordable_partitions(self, evaluator: Evaluator) -> int:
-        """Return the number of partitions that half of the budget is enough to simulate; at most `_MOST_SIMULATED`."""
+        """Return how many partitions can be simulated with half of the remaining budget; at most `_MOST_SIMULATED`."""
         blocks = max(0, self.left // (2 * evaluator.num_actions))
         return min(_MOST_SIMULATED, BLOCK * (min(blocks, _FEW_BLOCKS) if self.is_bounded else blocks))
 

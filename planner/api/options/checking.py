@@ -36,7 +36,7 @@ class CheckOptions:
     ] = None
     against: Annotated[
         File | Plan | None,
-        Option("PLAN|git:REV", "Compare with another plan, or with the checked plan at a git revision.", _SINCE),
+        Option("PLAN|git:REV", "Compare with another plan, or with this plan as it was at a git revision.", _SINCE),
     ] = None
     profile: Annotated[File | Profile | None, Option("FILE", "The plan's profile, if it was moved.")] = None
     strict: Annotated[bool, Option("", "Treat warnings as errors.")] = False

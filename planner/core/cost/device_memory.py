@@ -250,7 +250,7 @@ def most_shared_input_bytes(costs: ChainCosts, counts: IntArray | FloatArray) ->
 def subtract_shared(
     always: FloatArray, parts: FloatArray, shared: SharedBytes, *, exact: bool
 ) -> tuple[FloatArray, FloatArray]:
-    """Return `always` and `parts` of stages without bytes that another stage on the same device also stores.
+    """Return `always` and `parts` of stages, less the bytes that another stage on the same device also stores.
 
     Args:
         always: Permanent bytes, shape (partitions, stages).

@@ -1,7 +1,7 @@
 """Compute the parts of a stage's memory. A part is an allocation, such as the activations of one micro-batch.
 
-The letters are those of docs/cost-model.md, where R is `attr` and T is `cache`. They are sizes, for one micro-batch
-unless noted:
+The letters are those of docs/cost-model.md, except R and T, which are `attr` and `cache` there. They are sizes, for
+one micro-batch unless noted:
 
     I   received input (not the pass I)         G   gradients of the stage's parameters (per step)
     O   output                                  T   autocast weight cache (per step)

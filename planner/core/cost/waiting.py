@@ -116,7 +116,7 @@ def shared_cast_bytes(costs: ChainCosts, firsts: IntArray, ends: IntArray) -> Fl
 
 
 def unfreed_gradient_bytes(costs: ChainCosts) -> FloatArray:
-    """Return, for each layer, the added peak of all backwards except the first if gradients are not freed, in bytes."""
+    """Return by how many bytes each later backward of a layer peaks higher if parameter gradients are not freed."""
     first = costs.memory.first_backward + np.cumsum(costs.gradients) - costs.gradients.sum()
     later = costs.memory.backward + np.cumsum(costs.state.casts) - costs.state.casts.sum()
     staying: FloatArray = np.rint(np.maximum(first - later, 0.0))

@@ -82,7 +82,7 @@ def build_structure(loaded: LoadedModel) -> Chain:
 
 
 def _built(loaded: LoadedModel) -> nn.Module:
-    with seeded_draws(0):  # as in `find_chain`: values may decide shapes
+    with seeded_draws(0):  # the seed of `find_chain`: random initial values may decide shapes
         return loaded.build()
 
 

@@ -53,7 +53,8 @@ class StageDifferences:
     def compare_number(self, name: str, value: float, right: float) -> None:
         """Record the relative difference between a number of the stage and the same number of the reference.
 
-        If two integers differ, their relative difference counts as 1 or more: a counter that is wrong by 1 is wrong.
+        If two integers differ, their relative difference counts as at least 1, so that a large counter that is
+        wrong by 1 is found.
 
         Args:
             name: Name of the number in messages.

@@ -192,7 +192,7 @@ class _SharedValues:
         self._kept |= {name for name, value in self._after_forward.items() if value != before.get(name, value)}
 
     def check(self, index: int, forward: int) -> None:
-        """Raise an error if layer `index` changed a variable that another layer reads; the first forward (0) may."""
+        """Raise an error if layer `index` changed a variable that another layer reads, unless `forward` is 0."""
         before, self._values = self._values, self._find()
         after = without_leftover_tensors(self._values, self._kept)
         # Forward 0 may change values, to fill a cache.

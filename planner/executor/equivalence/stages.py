@@ -134,7 +134,7 @@ class _RankTraining:
         return ReferenceState.load(self._trial.reference / name)
 
     def _begin_as_reference(self) -> None:
-        """Set parameters and buffers to the reference's initial values. An unseeded generator may have made others."""
+        """Set parameters and buffers to the reference's initial values. Its own may differ (unseeded generators)."""
         if self._trial.options.lean:
             self._before.use_as_parameters(self._named)
         for name, tensor in self._held_tensors().items():

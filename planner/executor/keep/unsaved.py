@@ -38,7 +38,7 @@ def other_objects_with_state(model: nn.Module, stages: Sequence[StageModule], op
     """Return objects whose `state_dict()` a checkpoint stores in addition to tensors of model and optimizer, by name.
 
     They have the extra state of modules, and state of an optimizer outside `torch.optim` that belongs to no parameter.
-    All ranks have the same objects, also those without modules that have extra state.
+    All ranks have objects of the same names, also ranks whose modules have no extra state.
 
     Args:
         model: The whole model.

@@ -22,7 +22,7 @@ class BatchChecksums(NamedTuple):
 
     @classmethod
     def of(cls, batch: Batch, *, is_whole: bool, reads_all: bool) -> "BatchChecksums":
-        """Return the checksums of all elements, or only of some elements in host memory."""
+        """Return checksums of all elements if `reads_all`, else of some elements of each tensor in host memory."""
         inputs, targets = (_checksum_of(value, reads_all=reads_all) for value in batch)
         return cls(inputs, targets, is_whole)
 

@@ -1,10 +1,10 @@
-"""Check that Python values that layers on several ranks share stay equal.
+"""Check that the copies of a Python value stay equal if layers on several ranks use it.
 
-Each rank has copies of the module-level variables of the user's files, and of objects in attributes of several modules,
-such as a configuration. A plain loop has one value. `profile` finds layers that change such a value in their first
-calls. A layer may also change it later: in its thousandth call, or when the loss is small. Layers on other ranks would
-then use an old value. So the ranks compare the values after the second step, at each checkpoint and at the end of the
-training loop.
+Each rank has copies of the module-level variables of the user's files, and of objects that several modules have as
+attributes, such as a configuration. A plain loop has one copy of each. `profile` finds layers that change such a value
+in their first calls. A layer may also change it later: in its thousandth call, or when the loss is small. Layers on
+other ranks would then use an old value. So the ranks compare the values after the second step, at each checkpoint and
+at the end of the training loop.
 """
 
 from collections import defaultdict
@@ -35,7 +35,7 @@ _NO_STATE += (type, FunctionType, MethodType, ModuleType, nn.Module)
 """Types of attributes that are never shared state: constants, code, and modules, whose attributes are read instead."""
 
 _LENGTH = ".length"
-"""Suffix of the name of a container's number of entries. Ranks may fill caches with different numbers of entries."""
+"""Suffix of names of numbers that count a container's entries. They may differ, as ranks fill caches differently."""
 
 _ROUNDING = 1e-3
 """Largest relative difference that can be a rounding error of unequal devices."""
@@ -83,11 +83,11 @@ class SharedValues:
         self._num_steps += 1
         if self._num_steps == 1:
             self._after_first_step = self._numbers()
-        elif self._num_steps == 2:  # most changes are found early, and not by the first checkpoint
+        elif self._num_steps == 2:  # so that most changes are found before the first checkpoint
             self.check_equal()
 
     def check_equal(self) -> None:
-        """Compare values that have changed since the first step with other ranks. Every rank must call this method.
+        """Compare with other ranks the values that have changed since the first step. Every rank must call this method.
 
         Raises:
             TrainingError: A value differs from that of another rank whose layers may read it.
@@ -108,11 +108,11 @@ class SharedValues:
         if name is not None:
             variable = name.rpartition(":")[2].removesuffix(TENSOR)
             raise TrainingError(
-                f'a layer has changed "{variable}" in a later call, and layers on another rank may read it: every rank '
-                "has its own copy",
+                f'a layer has changed "{variable}" after the first step, and layers on another rank may read it: every '
+                "rank has its own copy",
                 hint="let `forward` return what later modules need, and keep values that last from step to step in "
-                "buffers of the module that uses them; give each phase of a curriculum its own `--set` setting, "
-                "profile and plan, and continue with `--weights`",
+                "buffers of the module that uses them; if the value selects the phase of a curriculum, profile and "
+                "solve each phase with its own `--set`, and continue with `--weights`",
             )
 
     def _numbers(self) -> Numbers:
@@ -165,7 +165,7 @@ def _is_entry(name: str, numbers: Mapping[str, float]) -> bool:
 
 
 def _first_difference(of_ranks: Sequence[Mapping[tuple[str, str], float | None]]) -> str | None:
-    """Return the first name of a number that two ranks with its variable have with different values."""
+    """Return the name of the first number that differs between two ranks with its variable; None if there is none."""
     for key in sorted({key for values in of_ranks for key in values}):
         first, *others = [values[key] for values in of_ranks if key in values]
         if not all(_is_equal(first, other) for other in others):

@@ -243,7 +243,7 @@ class _Tuning(NamedTuple):
 
 
 def least_period_us(problem: OrderProblem) -> float:
-    """Return an estimate of the least step time of all orders. It is no bound: the memory of stages is approximate."""
+    """Return an estimate of the least step time. It is not a bound, because the memory of stages is approximate."""
 
     def each(name: str) -> FloatArray:
         return np.array([[getattr(times, name) for times in problem.times]])

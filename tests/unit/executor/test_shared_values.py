@@ -78,7 +78,7 @@ def test_a_late_change_of_a_value_that_other_ranks_read_ends_the_run(tmp_path: P
     write(tmp_path, change)
     ended = end_ranks(2, ["worker.py"], tmp_path)
     assert ended.codes == (2, 2)
-    assert f'a layer has changed "{name}" in a later call' in ended.output
+    assert f'a layer has changed "{name}" after the first step' in ended.output
     assert "step 3: loss" in ended.output
 
 
@@ -86,7 +86,7 @@ def test_a_checkpoint_is_not_written_after_such_a_change(tmp_path: Path) -> None
     write(tmp_path, 1)
     options = "--checkpoint=checkpoints", "--checkpoint-every=2"
     ended = end_ranks(2, ["worker.py", *options], tmp_path)
-    assert 'a layer has changed "PHASE.scale" in a later call' in ended.output
+    assert 'a layer has changed "PHASE.scale" after the first step' in ended.output
     assert [path.name for path in (tmp_path / "checkpoints").glob("step-*")] == ["step-00000002"]
 
 
