@@ -1,29 +1,36 @@
 """Explanation why no plan fits, and the smallest changes with which a plan would fit.
 
-For GPipe and 1F1B, a dynamic program finds the cuts that need the least memory. For other schedules, hints name changes
-with which a plan fits under GPipe or 1F1B.
+For GPipe and 1F1B, a dynamic program finds the cuts that need the least memory. For other schedules, a short local
+search from even cuts looks for cuts that fit, so its result is advice, not a bound.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from planner.core.cost.arrays import FloatArray
-from planner.core.cost.width import usable_tensor_parallel_widths
+from planner.core.cost.arrays import FloatArray, IntArray
+from planner.core.cost.width import map_layers, usable_tensor_parallel_widths
 from planner.core.errors import InfeasibleError, SolverError, UsageError
-from planner.core.schedule import GPIPE, ONE_FORWARD_ONE_BACKWARD, Schedule
+from planner.core.schedule import GPIPE, ONE_FORWARD_ONE_BACKWARD, SPLITTING, Schedule
 from planner.core.values.plan import Inputs
-from planner.core.values.profile import Profile
+from planner.core.values.profile import LayerProfile, Profile
 from planner.core.values.units import bytes_option, format_bytes, pluralize
 from planner.solve.cases import cases_of, micro_batch_counts
 from planner.solve.request import Request
 from planner.solve.space.case import Case
+from planner.solve.space.partitions import Evaluator, move_one_cut
 from planner.solve.space.tables import max_stage_layers, values_at_first_layer
 
 _MOST_DEVICES = 1024
 """Largest number of devices that a hint suggests."""
+
+_MOST_ACTIONS = 20_000
+"""Largest number of actions in a step for which hints are computed, so that they do not take longer than the search."""
+
+_ROUNDS = 100  # moves of a descent, at most
 
 
 def infeasible_error(profile: Profile, request: Request, cases: Sequence[Case]) -> InfeasibleError:
@@ -39,7 +46,7 @@ def infeasible_error(profile: Profile, request: Request, cases: Sequence[Case]) 
     # The least memory is known only for schedules with known points in the step, so prefer these schedules.
     known = _with_known_moments(cases)
     if not known:
-        return _no_plan_of_schedules(profile, request, cases)
+        return _explain_by_descent(profile, request, cases)
     inputs, smallest = request.inputs, [smallest_limit_bytes(case) for case in known]
     best = min(range(len(known)), key=lambda n: (smallest[n], known[n].micro_batches))
     if not np.isfinite(smallest[best]):
@@ -119,18 +126,23 @@ def out_of_time_error(request: Request) -> SolverError:
     )
 
 
-def _no_plan_of_schedules(profile: Profile, request: Request, cases: Sequence[Case]) -> InfeasibleError:
-    # For these schedules, the cuts that need the least memory are not known.
-    inputs, others = request.inputs, list(_other_schedules(profile, request))
+def _explain_by_descent(profile: Profile, request: Request, cases: Sequence[Case]) -> InfeasibleError:
+    inputs = request.inputs
+    # Smaller micro-batches usually need less memory, so compute the figures for the largest M.
+    most = max(case.micro_batches for case in cases)
+    least = min(_least_excess_found_bytes(case) for case in cases if case.micro_batches == most)
     titles = " or ".join(dict.fromkeys(case.schedule.title for case in cases))
-    if not others and request.balance is None:
-        known = _known_cases(profile, _changed(request, schedule=ONE_FORWARD_ONE_BACKWARD.name, chunks=1))
-        smallest = [smallest_limit_bytes(case) for case in known]
-        best = int(np.argmin(smallest)) if known else 0
-        if known and np.isfinite(smallest[best]):
-            others.append(_smallest_limit(inputs, [*cases, *known], known[best], smallest[best]))
-        others.append("other schedules may need less memory: leave `--schedule` out")
-    return InfeasibleError(f"no {titles} plan fits {_limits_text(inputs, cases)}", hint="; ".join(others))
+    others = tuple(_other_schedules(profile, request))
+    if not 0 < least < np.inf or len(set(inputs.memory_bytes)) > 1:
+        return InfeasibleError(f"no {titles} plan fits {_limits_text(inputs, cases)}", hint="; ".join(others))
+    limit = inputs.memory_bytes[0] + least
+    cuts = "the given cuts" if request.balance is not None else "the best cuts found"
+    enough = f"with {_devices_text(inputs, cases)} `--mem` {_mem_option(inputs, limit)} is enough (M = {most})"
+    return InfeasibleError(
+        f"no {titles} plan fits {_limits_text(inputs, cases)}: with {cuts} and M = {most}, a device needs "
+        f"{format_bytes(limit)}, {format_bytes(least)} over",
+        hint="; ".join((enough, *others)),
+    )
 
 
 def _smallest_limit(inputs: Inputs, cases: Sequence[Case], best: Case, smallest_bytes: float) -> str:
@@ -163,6 +175,10 @@ def _hints(profile: Profile, request: Request, cases: Sequence[Case]) -> Iterato
     if inputs.replicas != 1 and inputs != sharded.inputs and _any_fits(profile, sharded):
         yield "`--shard-optimizer` fits, for engines that can divide the optimizer among replicas"
     yield from _other_schedules(profile, request)
+    for name, other in _other_optimizers(profile):
+        if _any_fits(other, request):
+            yield f"with {name} as optimizer a plan fits: profile with `--optimizer {name}`"
+            break
 
 
 def _fewest_devices(profile: Profile, request: Request, cases: Sequence[Case]) -> tuple[int, int] | None:
@@ -187,6 +203,23 @@ def _other_schedules(profile: Profile, request: Request) -> Iterator[str]:
         if schedule.name not in names and _any_fits(profile, other):
             yield f"`--schedule {schedule.name}` fits"
             return
+    if request.balance is not None:
+        return  # the cuts are for one stage per device
+    for schedule in SPLITTING:
+        other = _changed(request, schedule=schedule.name, chunks=0)
+        if schedule.name not in names and _descent_finds_fit(_cases_of(profile, other)):
+            yield f"`--schedule {schedule.name}` fits"
+            return
+
+
+def _descent_finds_fit(cases: Sequence[Case]) -> bool:
+    most = max((case.micro_batches for case in cases), default=0)
+    able = (
+        case
+        for case in cases
+        if case.micro_batches == most and not case.costs.is_split_backward_assumed and not state_exceeds_memory(case)
+    )
+    return any(_least_excess_found_bytes(case) <= 0 for case in able)
 
 
 def _changed(request: Request, **inputs: Any) -> Request:
@@ -210,6 +243,18 @@ def _with_known_moments(cases: Sequence[Case]) -> list[Case]:
 
 def _any_fits(profile: Profile, request: Request) -> bool:
     return any(map(_fits, _known_cases(profile, request)))
+
+
+def _other_optimizers(profile: Profile) -> Iterator[tuple[str, Profile]]:
+    for name, copies in (("momentum", 1), ("sgd", 0)):
+        other = map_layers(profile, partial(_with_states, copies=copies))
+        if sum(a.optimizer_bytes for a in other.layers) < sum(a.optimizer_bytes for a in profile.layers):
+            yield name, other
+
+
+def _with_states(layer: LayerProfile, copies: int) -> LayerProfile:
+    state = copies * layer.created_gradient_bytes
+    return replace(layer, optimizer_bytes=state, optimizer_peak_bytes=0, optimizer_boundary_peak_bytes=0)
 
 
 def smallest_limit_bytes(case: Case) -> float:
@@ -322,3 +367,49 @@ def _limits_text(inputs: Inputs, cases: Sequence[Case]) -> str:
         each = format_bytes(inputs.memory_bytes[0])
         return f"{each} on each of {_devices_text(inputs, cases)}{less}"
     return f"the memory limits {', '.join(format_bytes(limit) for limit in inputs.memory_bytes)}{less}"
+
+
+def _least_excess_found_bytes(case: Case) -> float:
+    # Only the largest number of devices that has allowed partitions is searched: fewer devices have less memory.
+    # Infinite if a rule forbids all partitions, or if the search would take too long.
+    counts = range(case.num_devices, 0, -1)
+    each = (_least_excess_of_descent_bytes(Evaluator(case, num_devices)) for num_devices in counts)
+    return next((least for least in each if least < np.inf), np.inf)
+
+
+def _least_excess_of_descent_bytes(evaluator: Evaluator) -> float:
+    case, num_layers, num_stages = evaluator.case, evaluator.case.costs.num_layers, evaluator.num_stages
+    if evaluator.num_actions > _MOST_ACTIONS or not evaluator.can_run:
+        return np.inf
+    balance = case.rules.balance
+    cuts = np.cumsum([0, *balance]) if balance else np.linspace(0, num_layers, num_stages + 1).astype(np.int64)
+    starts = np.repeat(np.array(evaluator.allowed)[:, None], num_stages, axis=1)
+    best = int(_excess_bytes(evaluator, np.repeat(cuts[None], len(starts), axis=0), starts).argmin())
+    return _descend_to_least_excess(evaluator, cuts, starts[best])
+
+
+def _descend_to_least_excess(evaluator: Evaluator, cuts: IntArray, choices: IntArray) -> float:
+    allowed = evaluator.allowed
+    least = _excess_bytes(evaluator, cuts[None], choices[None])[0]
+    for _ in range(_ROUNDS):
+        if least <= 0:
+            break
+        other_cuts = cuts[None][:0] if evaluator.case.rules.balance else move_one_cut(cuts)
+        changed = [
+            (*choices[:s], n, *choices[s + 1 :]) for s in range(len(choices)) for n in allowed if n != choices[s]
+        ]
+        every_cuts = np.concatenate([other_cuts, np.repeat(cuts[None], len(changed), axis=0)])
+        kept = np.repeat(choices[None], len(other_cuts), axis=0)
+        every_choice = np.concatenate([kept, np.array(changed, dtype=np.int64).reshape(-1, len(choices))])
+        if not len(every_cuts):
+            break
+        over = _excess_bytes(evaluator, every_cuts, every_choice)
+        at = int(np.argmin(over))
+        if not over[at] < least:
+            break
+        least, cuts, choices = over[at], every_cuts[at], every_choice[at]
+    return float(least)
+
+
+def _excess_bytes(evaluator: Evaluator, cuts: IntArray, choices: IntArray) -> FloatArray:
+    return np.where(evaluator.case.rules.allows(cuts), evaluator.excess_bytes(cuts, choices).max(axis=1), np.inf)

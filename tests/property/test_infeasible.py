@@ -8,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from planner.core.errors import InfeasibleError
+from planner.core.values.profile import Profile
 from planner.core.values.units import parse_bytes
 from planner.solve import Request, solve
 from tests.support.brute_force import Space
@@ -18,6 +19,7 @@ CAP = re.compile(r"with (\d+) devices? the smallest `--mem` is ([0-9.]+\w+) \((?
 CAP_WITHOUT_CHUNKS = re.compile(r"under [\w ]+, (\d+) devices? need at least `--mem` ([0-9.]+\w+) \(")
 DEVICES = re.compile(r"`--devices (\d+)` fits in .* \(M = (\d+)\)")
 COUNT = re.compile(r"M = (\d+) fits: leave")
+OPTIMIZER = re.compile(r"with (\w+) as optimizer a plan fits")
 
 TOO_TIGHT = (0.98, 0.9, 0.7, 0.5)
 SLOW = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much)
@@ -43,6 +45,7 @@ def check_infeasible(problem: Problem) -> bool:
     _check_limit_without_chunks(problem, error.hint)
     _check_device_counts(problem, error.hint)
     _check_options(problem, error.hint)
+    _check_optimizers(problem, error.hint)
     return True
 
 
@@ -86,9 +89,7 @@ def _check_limit_without_chunks(problem: Problem, hint: str) -> None:
     named = CAP_WITHOUT_CHUNKS.search(hint)
     if named is None:
         return
-    is_interleaved = problem.inputs.schedule == "interleaved"
-    space = _space(problem, schedule="1f1b", chunks=1) if is_interleaved else problem.space
-    blocks = [block for block in space.blocks if block.schedule != "interleaved"]
+    blocks = [block for block in problem.space.blocks if block.schedule != "interleaved"]
     smallest = min(float(block.peaks.max(axis=1).min()) for block in blocks)
     cap = parse_bytes(named[2])
     assert int(named[1]) == problem.inputs.devices
@@ -125,6 +126,25 @@ def _check_options(problem: Problem, hint: str) -> None:
     advised = "`--schedule 1f1b` fits" in hint
     if inputs.schedule == "gpipe" or advised:
         assert advised == _space(problem, schedule="1f1b", chunks=1).any_fits(), hint
+
+
+def _check_optimizers(problem: Problem, hint: str) -> None:
+    """Check that the suggested optimizer makes a plan fit."""
+    named = OPTIMIZER.search(hint)
+    if named is None:
+        return
+    profile = _with_optimizer(problem.profile, copies=0 if named[1] == "sgd" else 1)
+    assert Space(profile, problem.inputs, micro_batches=problem.micro_batches).any_fits(), hint
+
+
+def _with_optimizer(profile: Profile, *, copies: int) -> Profile:
+    layers = []
+    for layer in profile.layers:
+        gradients = layer.parameter_bytes if layer.gradient_bytes is None else layer.gradient_bytes
+        layers.append(
+            replace(layer, optimizer_bytes=copies * gradients, optimizer_peak_bytes=0, optimizer_boundary_peak_bytes=0)
+        )
+    return replace(profile, layers=tuple(layers))
 
 
 @pytest.mark.parametrize(("replicas", "cap", "batch"), [(0, 3, 2), (2, 3, 2), (2, 4, 6), (2, 6, 4)])

@@ -16,9 +16,11 @@ from planner.core.judge.verdict import judge
 from planner.core.values.plan import Inputs, RecomputePolicy, ScheduleName
 from planner.core.values.profile import Profile
 from planner.core.values.units import parse_bytes
-from planner.solve import Request, solve
+from planner.solve import Request, explain, solve
 from planner.solve.cases import cases_of
 from planner.solve.explain import smallest_limit_bytes
+from planner.solve.space.case import Case
+from planner.solve.space.partitions import Evaluator
 from tests.support.chains import chain, layer, random_profile
 from tests.support.profiles import UNLIMITED, inputs_of, profile_of
 
@@ -130,6 +132,20 @@ def test_error_reports_layers_that_fit_alone_but_not_together() -> None:
     assert "the evenest cut needs 600 B with M = 1, 100 B over" in error.message
     assert "the smallest `--mem` is 600B" in error.hint
     assert "`--devices 3` fits" in error.hint
+
+
+def test_schedules_are_suggested_for_all_devices_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = list[int]()
+
+    def evaluator(case: Case, num_devices: int) -> Evaluator:
+        counts.append(num_devices)
+        return Evaluator(case, num_devices)
+
+    monkeypatch.setattr(explain, "Evaluator", evaluator)
+    split = {"backward_input_us": (1.0,), "backward_weight_us": (1.0,), "weight_held_bytes": (500,)}
+    profile = chain(*(layer(parameter_bytes=1000, saved_bytes=1000, backward_us=2.0, **split) for _ in range(32)))
+    infeasible(profile, Request(inputs=inputs_with(8, 8, 9_500, schedule="1f1b", recompute="never"), micro_batches=8))
+    assert set(counts) == {8, 4}  # DualPipeV needs two micro-batches per device
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "auto"])
