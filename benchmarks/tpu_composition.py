@@ -184,8 +184,8 @@ def compare(profile: Profile, *, stages: int, micro_batches: int, recompute: Rec
     plan = api.solve(profile, **asked, recompute=recompute, schedule="gpipe", balance=cuts)
     partition = Partition.of(plan, [layer.name for layer in profile.layers])
     with TemporaryDirectory() as folder:
-        emitted = emit(plan, profile, folder=folder, profile_folder=".", note=print)
-        emitted.write(folder)
+        emitted = emit(plan, profile, folder=folder, profile_folder=".")
+        Path(folder, "balance.yaml").write_text(emitted.balance)
         how = JaxArguments(steps=1, seed=0, device=None, compile=CHIP)
         with jax_training(Path(folder, "balance.yaml"), how) as training:
             compiled = training.compiled_memory()
