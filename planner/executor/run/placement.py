@@ -113,11 +113,11 @@ class ProcessGroups:
         return cls(pipelines[place.replica], copies[place.rank % place.num_devices])
 
 
-def gather_from_all_ranks(value: _Value) -> list[_Value]:
-    """Return the values of all ranks, in order. Every rank must call this function."""
-    values = [value] * dist.get_world_size()
+def gather_from_all_ranks(value: _Value, group: dist.ProcessGroup | None = None) -> list[_Value]:
+    """Return the values of all ranks of `group`, in order. Each of these ranks must call this function."""
+    values = [value] * dist.get_world_size(group)
     if len(values) > 1:
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, group=group)
     return values
 
 

@@ -4,9 +4,11 @@ The first stage reads the inputs and the last stage the targets, which must belo
 """
 
 import zlib
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from planner.executor.run.parts import tensors_in_value
 from planner.model.load import Batch
@@ -41,15 +43,27 @@ _NUM_ELEMENTS = 16
 
 
 def _checksum_of(value: Any, *, reads_all: bool) -> int:
+    tensors = [tensor.detach() for tensor in tensors_in_value(value)]
     checksum = 0
-    for whole in tensors_in_value(value):
-        # Scripts pass meta tensors, or tensors of equal elements, as placeholders for values that a rank does not use.
-        if whole.is_meta or whole.layout != torch.strided or not whole.numel() or not whole.ndim:
-            continue
-        if whole.device.type != "cpu" and not reads_all:
-            continue  # reading values of a GPU would wait for it
-        ends = (sample.reshape(-1)[:_NUM_ELEMENTS] for sample in (whole[0], whole[-1]))
-        values = (whole if reads_all else torch.cat([*ends])).detach().cpu().resolve_conj().resolve_neg().reshape(-1)
-        if (values != values[0]).any():
-            checksum = zlib.crc32(values.view(torch.uint8).numpy().data, checksum)
+    for tensor in _dense_values(tensors) if reads_all else _some_elements(tensors):
+        dense = tensor.cpu().resolve_conj().resolve_neg().contiguous()
+        checksum = zlib.crc32(f"{tuple(dense.shape)} {dense.dtype}".encode(), checksum)
+        checksum = zlib.crc32(dense.reshape(-1).view(torch.uint8).numpy().data, checksum)
     return checksum
+
+
+def _dense_values(tensors: Sequence[Tensor]) -> list[Tensor]:
+    # Scripts pass meta tensors, or tensors of equal elements, as placeholders if a rank does not use the values.
+    dense = [tensor if tensor.layout == torch.strided else tensor.to_dense() for tensor in tensors]
+    return [] if any(tensor.is_meta for tensor in dense) or all(map(_is_constant, dense)) else dense
+
+
+def _some_elements(tensors: Sequence[Tensor]) -> list[Tensor]:
+    # Tensors on a GPU are left out, because reading their values would wait for it.
+    able = [t for t in tensors if t.device.type == "cpu" and t.layout == torch.strided and t.numel() and t.ndim]
+    ends = [torch.cat([sample.reshape(-1)[:_NUM_ELEMENTS] for sample in (t[0], t[-1])]) for t in able]
+    return [tensor for tensor in ends if not _is_constant(tensor)]
+
+
+def _is_constant(tensor: Tensor) -> bool:
+    return tensor.numel() == 0 or bool((tensor == tensor.reshape(-1)[0]).all())

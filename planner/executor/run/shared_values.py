@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from planner.core.errors import TrainingError
+from planner.executor.run.placement import gather_from_all_ranks
 from planner.executor.run.stage_module import StageModule
 from planner.model.attributes import OF_EVERY_MODULE
 from planner.model.python_state import (
@@ -100,11 +101,11 @@ class SharedValues:
         dist.all_reduce(is_changed, op=dist.ReduceOp.MAX, group=self._group)
         if not is_changed:
             return
-        names = {name for of_rank in self._gathered(changed) for name in of_rank}
+        names = {name for of_rank in gather_from_all_ranks(changed, self._group) for name in of_rank}
         own = {(top, name): numbers[top].get(name) for top, name in names if top in numbers}
         # A rank may have filled fewer entries of a cache.
         own = {key: value for key, value in own.items() if value is not None or not _is_entry(key[1], numbers[key[0]])}
-        name = _first_difference(self._gathered(own))
+        name = _first_difference(gather_from_all_ranks(own, self._group))
         if name is not None:
             variable = name.rpartition(":")[2].removesuffix(TENSOR)
             raise TrainingError(
@@ -127,11 +128,6 @@ class SharedValues:
             if attribute in (held := {**module._buffers, **vars(module)}):
                 by_top[top] = numbers_in_values({top: held[attribute]})
         return by_top
-
-    def _gathered(self, value: Any) -> list[Any]:
-        values = [value] * dist.get_world_size(self._group)
-        dist.all_gather_object(values, value, group=self._group)
-        return values
 
 
 def _shared_attributes(model: nn.Module) -> dict[str, list[tuple[str, str]]]:

@@ -86,6 +86,22 @@ def test_all_elements_are_compared_once() -> None:
         assert one.differ_from(two) == reads_all
 
 
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (torch.tensor(1.0), torch.tensor(2.0)),
+        (torch.zeros(3), torch.ones(3)),
+        (torch.arange(4).reshape(2, 2), torch.arange(4)),
+        (torch.eye(2).to_sparse(), torch.eye(2).flip(0).to_sparse()),
+    ],
+    ids=["scalar", "constant", "shape", "sparse"],
+)
+def test_the_first_comparison_reads_every_kind_of_tensor(one: torch.Tensor, other: torch.Tensor) -> None:
+    """A tensor of equal elements is a placeholder only if all tensors of the value are."""
+    sums = [BatchChecksums.of(Batch([DATA[:][0], x], None), is_whole=True, reads_all=True) for x in (one, other)]
+    assert sums[0].differ_from(sums[1])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["loader", "own_part", "step"])
 def test_ranks_with_different_samples_do_not_train(tmp_path: Path, how: str) -> None:
