@@ -27,7 +27,7 @@ def equalize_copies(tensors: Mapping[str, Tensor]) -> None:
     true for each of them.
     """
     holders = Counter(name for names in gather_from_all_ranks(list(tensors)) for name in names)
-    digests = gather_from_all_ranks({n: _digest_of(t) for n, t in tensors.items() if holders[n] > 1})
+    digests = gather_from_all_ranks({n: digest_of_tensor(t) for n, t in tensors.items() if holders[n] > 1})
     rank = dist.get_rank()
     # All ranks process the tensors in the same order, so that no two ranks wait for each other.
     for name in sorted(name for name, count in holders.items() if count > 1):
@@ -43,7 +43,8 @@ def equalize_copies(tensors: Mapping[str, Tensor]) -> None:
                 tensors[name].copy_(received.view(tensors[name].dtype).view(tensors[name].shape))
 
 
-def _digest_of(tensor: Tensor) -> str:
+def digest_of_tensor(tensor: Tensor) -> str:
+    """Return a digest of the values of a tensor for which `can_be_equalized` is true."""
     return hashlib.sha256(_bytes_of(tensor).cpu().numpy().data).hexdigest()
 
 

@@ -36,6 +36,8 @@ class StageDifferences:
 
     relative: dict[str, float] = field(default_factory=dict)
     """Largest relative difference of each compared tensor or Python number, by its name in messages."""
+    own_values: dict[str, str] = field(default_factory=dict)
+    """Digests of the tensors whose initial values differ from the reference, by tensor name."""
     late_step: int = 0
     """Number of the step, if it is one of `ReferenceOptions.late_steps`; 0 in the first steps."""
     writes_state: bool = False

@@ -225,6 +225,9 @@ class EquivalenceRound:
                 # Hints about a training that diverges are wrong here, because the plain loop does not diverge.
                 return [], CutProblem(error.message, error.hint if error.is_user_error else hint)
             differences = self._run_ranks(trial)  # try again, because a connection failed, not a stage
+        different = _name_unequal_copies(differences)
+        if different:
+            return differences, CutProblem(different)
         relative = _merged_differences(differences)
         return differences, CutProblem(largest_unexplained_difference(relative, lambda: self._rounding_noise))
 
@@ -329,6 +332,15 @@ def _balance(subject: CheckedModel, cuts: Sequence[int], recompute: Recompute) -
             for index, (first, end) in enumerate(edges)
         ),
     )
+
+
+def _name_unequal_copies(differences: Sequence[StageDifferences]) -> str:
+    digests: dict[str, set[str]] = {}
+    for rank in differences:
+        for name, digest in rank.own_values.items():
+            digests.setdefault(name, set()).add(digest)
+    name = next((name for name, values in digests.items() if len(values) > 1), "")
+    return name and f'"{name}" has different initial values on the stages that share it'
 
 
 def _merged_differences(differences: Sequence[StageDifferences]) -> dict[str, float]:

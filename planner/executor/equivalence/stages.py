@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from planner.core.values.balance import Balance
+from planner.executor.build.initial_values import digest_of_tensor
 from planner.executor.equivalence.differences import (
     NUMBER,
     StageDifferences,
@@ -134,9 +135,11 @@ class _RankTraining:
         return ReferenceState.load(self._trial.reference / name)
 
     def _begin_as_reference(self) -> None:
-        """Set parameters and buffers to the reference's initial values. Its own may differ (unseeded generators)."""
+        """Set parameters and buffers to the reference's initial values, and record which values differed."""
         if self._trial.options.lean:
             self._before.use_as_parameters(self._named)
+        # Values may differ if an unseeded generator made them. The check accepts this, unless copies of one tensor on
+        # several ranks also differ from each other.
         for name, tensor in self._held_tensors().items():
             kind = "parameter" if name in self._named else "buffer"
             right = self._before.tensors.get(f"{kind}:{name}")
@@ -144,6 +147,7 @@ class _RankTraining:
                 continue
             is_lent = tensor.data_ptr() == right.data_ptr()
             if not is_lent and not torch.equal(tensor.detach(), right):
+                self._found.own_values[self._pipeline.first_names.get(name, name)] = digest_of_tensor(tensor)
                 tensor.detach().copy_(right)
 
     def _held_tensors(self) -> dict[str, Tensor]:

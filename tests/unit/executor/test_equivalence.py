@@ -16,6 +16,7 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor, nn
 
 from planner.core.errors import ModelError
+from planner.executor.build import assembly
 from planner.executor.equivalence import check, differences, rounds, subject
 from planner.executor.equivalence.check import EquivalenceResult, check_equivalence
 from planner.executor.equivalence.differences import largest_difference
@@ -354,14 +355,16 @@ def test_unseeded_initial_values_are_accepted() -> None:
 
 
 @pytest.mark.slow
-def test_tied_weights_with_unseeded_initial_values_are_accepted() -> None:
-    """The ranks begin with equal copies."""
+def test_tied_weights_with_different_initial_values_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def build() -> nn.Module:
         weight = unseeded()
         return nn.Sequential(UnseededUse(weight), linear(), UnseededUse(weight))
 
     assert checked(build).warnings == ()
+    monkeypatch.setattr(assembly, "equalize_copies", lambda *_args, **_options: None)
+    with pytest.raises(ModelError, match="has different initial values on the stages"):
+        checked(build)
 
 
 @pytest.mark.slow
