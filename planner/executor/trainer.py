@@ -247,6 +247,7 @@ class Trainer:
         loss = torch.zeros((), dtype=torch.float64, device=self._job.device)
         # Micro-batches are numbered over all replicas.
         before = self._job.place.replica * sum(part.micro_batches for part, *_ in agreed)
+        trained = [name for name, parameter in self._parameters.items() if parameter.requires_grad]
         with keeping_random_state():
             for part, first, weights in agreed:
                 for module in assembly.modules:
@@ -261,6 +262,13 @@ class Trainer:
                 loss += engine.loss
         # Models may freeze and unfreeze parameters in `forward`; the equivalence check has compared these.
         self._frozen = [name for name in self._frozen if not self._parameters[name].requires_grad]
+        frozen = next((name for name in trained if not self._parameters[name].requires_grad), None)
+        if frozen is not None and self.losses:  # not in the first step, which the equivalence check has compared
+            raise ModelError(
+                f'`forward` has frozen "{frozen}" after the first step: gradients of earlier micro-batches, whose '
+                "backward comes later, would be missing",
+                hint="freeze parameters in train.py, between two steps",
+            )
         return losses, loss
 
     def _prepared_engine(self, part: MiniBatchPart) -> Engine:

@@ -54,7 +54,8 @@ TENSORS = ".tensors"
 """Suffix of a number's name, if the number is the count of tensors in a container."""
 
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+"""Names of the attributes in which every module has its hooks."""
 _TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 _DEEPEST = 6
@@ -106,7 +107,7 @@ def numbers_in_hooks(modules: Mapping[str, nn.Module]) -> dict[str, float]:
     """Return the numbers that hooks on modules and parameters can read, by path and variable name."""
     numbers: dict[str, float] = {}
     for path, module in modules.items():
-        for table in _HOOKS:
+        for table in HOOKS:
             _add(numbers, f"{path}.hooks", list(vars(module)[table].values()), 0)
         for name, parameter in module.named_parameters(path, recurse=False):
             hooks = [hook for table in _TENSOR_HOOKS for hook in (getattr(parameter, table, None) or {}).values()]

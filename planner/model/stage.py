@@ -84,6 +84,11 @@ class ModelStage(nn.Module):
         return sorted({part.outline.recording.calls[number].path for number in part.open}.union(inside))
 
     @property
+    def constant_paths(self) -> list[str]:
+        """Paths of the modules with a constant call, which every stage may run."""
+        return sorted({call.path for call in self._part.outline.recording.calls if call.constant})
+
+    @property
     def repeated_paths(self) -> list[str]:
         """Paths of the modules whose `forward` begins in an earlier stage, and runs again in this stage."""
         begin, calls = self._part.begin, self._part.outline.recording.calls

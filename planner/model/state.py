@@ -45,6 +45,7 @@ class StatefulModule:
     tensors: tuple[str, ...] = ()
     """Names of plain attributes with a tensor, or with None, which may become a tensor."""
     numbers: tuple[str, ...] = ()
+    """Names of plain attributes with a number, and `training`."""
 
     @classmethod
     def of(cls, path: str, module: nn.Module, elsewhere: frozenset[str] = frozenset()) -> "StatefulModule":
@@ -57,7 +58,7 @@ class StatefulModule:
         """
         plain = [(name, value) for name, value in vars(module).items() if name not in OF_EVERY_MODULE]
         tensors = tuple(name for name, value in plain if value is None or isinstance(value, Tensor))
-        numbers = tuple(name for name, value in plain if type(value) in NUMBERS)
+        numbers = ("training", *(name for name, value in plain if type(value) in NUMBERS))
         return cls(path, module, elsewhere, tensors, numbers)
 
     def locations(self) -> Iterator[StateLocation]:

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from planner.core.errors import ModelError
 from planner.model.nests import ABSENT
-from planner.model.python_state import NUMBERS
+from planner.model.python_state import HOOKS, NUMBERS
 from planner.model.state import StateLocation, stateful_modules
 
 
@@ -117,6 +117,8 @@ class _StateTensors:
 class _Snapshot(NamedTuple):
     tensors: _StateTensors
     numbers: list[Any]
+    structure: list[Any]
+    """Numbers of hooks, classes of submodules, and `requires_grad` of parameters, of all modules."""
 
 
 class LayerState:
@@ -132,6 +134,7 @@ class LayerState:
         """Modules whose tensors are all parameters or buffers of their layers. Nearly all modules are of this kind."""
         self._unusual = [each for each in self._owners if each.elsewhere or each.tensors]
         self._numbers = [(vars(owner.module), name) for owner in self._owners for name in owner.numbers]
+        self._hooks = [getattr(module, name) for module in self._modules for name in HOOKS]
         self._last: _Snapshot | None = None
         self._rewritten: set[tuple[int, str]] = set()
         """Keys of the entries that a forward has changed. Later forwards do not compare their values."""
@@ -153,7 +156,7 @@ class LayerState:
             numbers = last.numbers
         else:
             numbers = [value if type(value) in NUMBERS else ABSENT for value in numbers]
-        self._last = _Snapshot(tensors, numbers)
+        self._last = _Snapshot(tensors, numbers, self._structure())
         return self._last
 
     def restore(self, snapshot: _Snapshot) -> None:
@@ -185,6 +188,12 @@ class LayerState:
         buffers = [module._buffers for module in self._modules]
         return [*map(len, buffers), *chain.from_iterable(buffers)]
 
+    def _structure(self) -> list[Any]:
+        submodules = chain.from_iterable(module._modules.values() for module in self._modules)
+        parameters = chain.from_iterable(module._parameters.values() for module in self._modules)
+        trained = [parameter is not None and parameter.requires_grad for parameter in parameters]
+        return [*map(len, self._hooks), *map(type, submodules), *trained]
+
     def _values(self) -> list[Any]:
         # Reading each value with `StateLocation.value` takes several times as long.
         buffers = filter(None, [module._buffers for module in self._usual])
@@ -214,6 +223,12 @@ class LayerState:
     def _in_state_of(self, snapshot: _Snapshot) -> Iterator[None]:
         # `now` is the state to restore after the recomputation, which begins with `snapshot`.
         now = self.snapshot()
+        if now.structure != snapshot.structure:
+            raise ModelError(
+                "`forward` has added or removed a hook, replaced a module, or frozen a parameter, after other "
+                "micro-batches whose backward is still to come: they cannot be recomputed as they were",
+                hint="plan with `--recompute never`",
+            )
         buffers = [(module._buffers, list(module._buffers)) for module in self._modules]
         kept = self._set_state(snapshot, now)
         # Unless another forward began with the same tensors, only the layer refers to them now, so writes copy nothing.

@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from planner.core.errors import TrainingError
+from planner.executor.run.module_settings import ModuleSettings
 from planner.executor.run.placement import gather_from_all_ranks
 from planner.executor.run.stage_module import StageModule
 from planner.model.attributes import OF_EVERY_MODULE
@@ -76,6 +77,7 @@ class SharedValues:
         }
         self._group, self._device = group, device
         self._kept = {name for numbers in self._all_numbers().values() for name in numbers}
+        self._settings = ModuleSettings(model, stages)
         self._num_steps = 0
         self._after_first_step: Numbers = {}
 
@@ -84,6 +86,7 @@ class SharedValues:
         self._num_steps += 1
         if self._num_steps == 1:
             self._after_first_step = self._numbers()
+            self._settings.remember()
         elif self._num_steps == 2:  # so that most changes are found before the first checkpoint
             self.check_equal()
 
@@ -97,10 +100,12 @@ class SharedValues:
             return
         numbers = self._numbers()
         changed = _changed(self._after_first_step, numbers)
-        is_changed = torch.tensor(bool(changed), dtype=torch.int32, device=self._device)
+        settings = self._settings.changed_elsewhere()
+        is_changed = torch.tensor(bool(changed or settings), dtype=torch.int32, device=self._device)
         dist.all_reduce(is_changed, op=dist.ReduceOp.MAX, group=self._group)
         if not is_changed:
             return
+        self._settings.check_equal(gather_from_all_ranks(settings, self._group))
         names = {name for of_rank in gather_from_all_ranks(changed, self._group) for name in of_rank}
         own = {(top, name): numbers[top].get(name) for top, name in names if top in numbers}
         # A rank may have filled fewer entries of a cache.

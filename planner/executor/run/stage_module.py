@@ -163,6 +163,15 @@ class StageModule(nn.Module):
             )
         return finished
 
+    def reachable_modules(self) -> Iterator[tuple[str, nn.Module, bool]]:
+        """Yield path and module of the modules that this stage's process has for this stage, and if it may run them."""
+        for name, layer in zip(self._names, self._layers, strict=True):
+            if isinstance(layer, ModelStage):
+                running = {*layer.running_paths, *layer.constant_paths}
+                yield from ((path, module, path in running) for path, module in layer.model.named_modules())
+            else:
+                yield from ((path, module, True) for path, module in layer.named_modules(prefix=name))
+
     def release_snapshots(self) -> None:
         """Release the state that is kept for recomputation. Call this after the last recomputation of a step."""
         for state in (self._state, *self._states.values(), *self._opened):
