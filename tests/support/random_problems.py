@@ -183,7 +183,7 @@ def profiles(draw: st.DrawFn, sizes: tuple[int, ...], features: Features) -> Pro
             named = _scaled(named, 10)
         if n == num_layers - 1:
             named = _last(named)
-        made.append(named)
+        made.append(_connected(made[-1], named) if made else named)
     if exact and draw(st.booleans()):
         _skip(draw, made, sizes)
     if tied and tied[0] != tied[1]:
@@ -282,6 +282,15 @@ def _skip(draw: st.DrawFn, made: list[LayerProfile], sizes: tuple[int, ...]) -> 
             for i, detail in enumerate(made[n].detail)
         ]
         made[n] = replace(made[n], detail=tuple(details))
+
+
+def _connected(before: LayerProfile, layer: LayerProfile) -> LayerProfile:
+    """Return the layer with as many bytes of input as the layer before has of output."""
+    details = tuple(
+        replace(detail, inputs=(replace(detail.inputs[0], bytes=earlier.outputs[0].bytes),))
+        for earlier, detail in zip(before.detail, layer.detail, strict=True)
+    )
+    return replace(layer, detail=details)
 
 
 def _scaled(layer: LayerProfile, factor: int) -> LayerProfile:

@@ -225,7 +225,7 @@ class Evaluator:
         inside = (column >= 0) & (choices >= 0)
         # A stage that is not in the tables counts as one layer here; callers ignore its memory.
         stages = self.parts[np.where(inside, choices, self.allowed[0]), end, np.where(inside, column, self.width - 1)]
-        if self.case.costs.ties or self.case.schedule.placement == "v":
+        if self.case.costs.ties or self.case.schedule.placement == "v" or self.num_devices == 1:
             # A device stores parameters that its chunks share once, and also a tensor that one chunk passes to another.
             shared = shared_bytes(self.case.costs, cuts, self.num_devices, self.case.schedule.placement)
             shared = SharedBytes(*(size[rows, which] for size in shared))
