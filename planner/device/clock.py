@@ -17,8 +17,12 @@ class Clock(Protocol):
     def time_us(self, work: Callable[[], object]) -> float:
         """Run `work` and return its run time on the device, in microseconds."""
 
-    def restart(self) -> None:
-        """Begin the measured time now, so that earlier preparations do not count."""
+    def restart(self) -> float:
+        """Begin the measured time now, so that earlier preparations do not count.
+
+        Returns:
+            The time of these preparations in microseconds; 0 if a device computes while the host prepares.
+        """
 
     def stop(self) -> None:
         """End the measured time now, so that later cleanup does not count."""
@@ -33,12 +37,13 @@ class CpuClock:
 
     def time_us(self, work: Callable[[], object]) -> float:
         self._end_ns = 0
-        self.restart()
+        self._start_ns = self._now_ns()
         work()
         return ((self._end_ns or self._now_ns()) - self._start_ns) / 1e3
 
-    def restart(self) -> None:
-        self._start_ns = self._now_ns()
+    def restart(self) -> float:
+        begun_ns, self._start_ns = self._start_ns, self._now_ns()
+        return (self._start_ns - begun_ns) / 1e3
 
     def stop(self) -> None:
         self._end_ns = self._now_ns()

@@ -41,8 +41,9 @@ class CudaClock:
         self._end.synchronize()
         return float(self._start.elapsed_time(self._end)) * 1e3
 
-    def restart(self) -> None:
+    def restart(self) -> float:
         self._start.record()
+        return 0.0
 
     def stop(self) -> None:
         self._end.record()

@@ -1,7 +1,9 @@
 """Convert the measurements to a profile of every layer. Layers with equal operators share their measurements."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+import numpy as np
 
 from planner.core.cost.costs import saved_bytes
 from planner.core.values.profile import LayerProfile, MemoryDetail, TiedGroup
@@ -11,7 +13,7 @@ from planner.profile.memory import view_gradients
 from planner.profile.optimizer import OptimizerCost
 from planner.profile.records import LayerRecords
 from planner.profile.task import ProfilingTask
-from planner.profile.timing import LayerTimes
+from planner.profile.timing import LayerTimes, entry_times_us
 from planner.profile.units import LayerKey
 
 
@@ -55,9 +57,17 @@ def layer_profiles(task: ProfilingTask, costs: MeasuredCosts) -> tuple[LayerProf
     saved = [saved_bytes([memory[unit.digest, size] for unit in records.units]) for size in records.sizes]
     tied = tied_parameters(chain.layers)
     views = _view_gradients(chain.layers, records, tied)
-    return tuple(
+    names = [layer.name for layer in chain.layers]
+    entries_us = [entry_times_us(names, size, task.measurements.entries_us) for size in records.sizes]
+    profiles = [
         _layer_profile(task, n, costs, saved=tuple(of_size[n] for of_size in saved), tied=tied, views=views)
         for n in range(len(chain.layers))
+    ]
+    if not np.any(entries_us):
+        return tuple(profiles)
+    return tuple(
+        replace(layer, entry_us=tuple(round(float(us), 1) for us in of_sizes))
+        for layer, of_sizes in zip(profiles, np.transpose(entries_us), strict=True)
     )
 
 

@@ -5,7 +5,7 @@ overhead, mainly the start of autograd's engine. The overhead is measured on a l
 """
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,6 +23,9 @@ from planner.model.stage import ModelStage
 from planner.profile.crossing import LayerOutputs, make_layer_inputs, own_storages_of, tensors_fit_in_cache
 from planner.profile.units import LayerToMeasure, MeasurementInput
 
+NoteEntry = Callable[[LayerToMeasure, MeasurementInput, float], None]
+"""Function of a layer, its input, and the time in microseconds before this layer in a stage that begins with it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class UnsplitBackwardTimer:
@@ -30,6 +33,7 @@ class UnsplitBackwardTimer:
 
     clock: Clock
     statistics: BatchStatistics
+    note_entry: NoteEntry | None = None
 
     def forward_us(
         self, unit: LayerToMeasure, values: Sequence[Any], received: MeasurementInput, outputs: list[Any]
@@ -42,9 +46,16 @@ class UnsplitBackwardTimer:
             received: Structure of the inputs, and targets of the loss.
             outputs: List to which the outputs of the layer are appended.
         """
+
+        def begun() -> None:
+            entry_us = self.clock.restart()
+            if self.note_entry is not None:
+                self.note_entry(unit, received, entry_us)
+                self.clock.restart()
+
         if isinstance(unit.module, ModelStage):
-            # Only the layer's own code is timed: skipping earlier modules and leaving the model occur once per stage.
-            unit.module.call_at_stage_ends(begun=self.clock.restart, done=self.clock.stop)
+            # Skipping earlier modules occurs once per stage, so its time is no part of the layer's.
+            unit.module.call_at_stage_ends(begun=begun, done=self.clock.stop)
 
         def run() -> None:
             with self.statistics.collecting():

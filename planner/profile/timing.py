@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain, cycle, filterfalse, islice
 
+import numpy as np
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -25,6 +26,7 @@ from planner.model.batch_norm import BatchStatistics, defer_batch_norms
 from planner.model.chain import Chain
 from planner.model.split_backward import SplitBackward
 from planner.profile.passes import (
+    NoteEntry,
     SplitTimer,
     UnsplitBackwardTimer,
     fill_missing_gradients,
@@ -104,7 +106,7 @@ def measure_times(
     }
     split = SplitBackward()
     with _no_collection(), units[0].weight_cast_cache(), split.weight_cast_cache():
-        whole_timer = UnsplitBackwardTimer(clock=clock, statistics=statistics)
+        whole_timer = UnsplitBackwardTimer(clock=clock, statistics=statistics, note_entry=_entry_recorder(task, inputs))
         split_timer = SplitTimer(clock=clock, statistics=statistics, split=split)
 
         def add_to(
@@ -137,6 +139,15 @@ def measure_times(
             add_to(split_samples, split_timer, again, progress(again))
 
 
+def _entry_recorder(task: ProfilingTask, inputs: Mapping[LayerKey, MeasurementInput]) -> NoteEntry:
+    sizes = {id(received): size for (_, size), received in inputs.items()}
+
+    def note_entry(unit: LayerToMeasure, received: MeasurementInput, entry_us: float) -> None:
+        task.measurements.entries_us[unit.name, sizes[id(received)]].append(entry_us)
+
+    return note_entry
+
+
 def group_layers_to_time(keys: Sequence[LayerKey], kept_bytes: Mapping[LayerKey, int]) -> Iterator[list[LayerKey]]:
     """Divide keys into lists to time together, each with neighboring layers and one micro-batch size.
 
@@ -161,6 +172,24 @@ def median_times(samples: Sequence[tuple[float, float]]) -> LayerTimes:
     half_width = 1.96 * statistics.stdev(both) / len(both) ** 0.5
     forward_us, backward_us = (median_us(times) for times in zip(*samples, strict=True))
     return LayerTimes(forward_us=forward_us, backward_us=backward_us, spread=half_width / mean if mean else 0.0)
+
+
+def entry_times_us(
+    names: Sequence[str], size: int, entries_us: Mapping[tuple[str, int], Sequence[float]]
+) -> list[float]:
+    """Return the time before each layer in a stage that begins with this layer, in microseconds.
+
+    Times of layers that were not measured, because an equal layer was, are interpolated between their neighbors'.
+
+    Args:
+        names: Name of every layer.
+        size: Micro-batch size.
+        entries_us: Repeated measurements, for names of layers and micro-batch sizes.
+    """
+    medians = {n: median_us(entries_us[name, size]) for n, name in enumerate(names) if (name, size) in entries_us}
+    if not medians:
+        return [0.0] * len(names)
+    return np.interp(range(len(names)), list(medians), list(medians.values())).tolist()
 
 
 def time_uncertainty(chain: Sequence[str], samples: Mapping[LayerKey, Sequence[tuple[float, float]]]) -> float:

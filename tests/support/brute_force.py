@@ -84,7 +84,7 @@ class Tables:
         }
         self._shape = (costs.num_layers + 1, costs.num_layers + 1, max(map(len, self.ways.values())))
         self.counts = {interval: len(ways) for interval, ways in self.ways.items()}
-        self.forward = self._filled(lambda first, end, _: float(costs.forward_us[first:end].sum()))
+        self.forward = self._filled(lambda first, end, _: self._forward_us(first, end))
         self.backward = self._filled(lambda first, end, _: float(costs.backward_us[first:end].sum()))
         self.again = self._filled(lambda first, end, way: self._recompute_us(first, end, way, last=False))
         self.last_again = self._filled(lambda first, end, way: self._recompute_us(first, end, way, last=True))
@@ -103,7 +103,10 @@ class Tables:
             return 0.0
         if way.recompute == "never" or (last and way.recompute == "except-last"):
             return 0.0
-        return float(self.costs.forward_us[first:end].sum())
+        return self._forward_us(first, end)
+
+    def _forward_us(self, first: int, end: int) -> float:
+        return float(self.costs.forward_us[first:end].sum() + self.costs.entry_us[first])
 
     def _is_trained(self, end: int) -> bool:
         """Return True if any layer before `end` is trained; in a profile without gradients, all are."""

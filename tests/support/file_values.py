@@ -67,6 +67,7 @@ def full_layer(n: int) -> LayerProfile:
         optimizer_boundary_peak_bytes=96,
         forward_us=(10.1 + n, 40.2),
         backward_us=(20.3, 80.4),
+        entry_us=(0.4, 0.5),
         backward_input_us=(11.5, 45.5),
         backward_weight_us=(9.5, 36.5),
         spread=(0.01, 0.025),

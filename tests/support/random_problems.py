@@ -218,6 +218,7 @@ def layers(draw: st.DrawFn, sizes: tuple[int, ...], *, exact: bool, fine: bool) 
         for s in sizes
     )
     parameters = draw(st.integers(0, 200))
+    entry_us = draw(st.sampled_from([(), (), (5.0,) * len(sizes), (70.0,) * len(sizes)]))
     return LayerProfile(
         name="layer",
         parameter_bytes=parameters,
@@ -230,6 +231,7 @@ def layers(draw: st.DrawFn, sizes: tuple[int, ...], *, exact: bool, fine: bool) 
         optimizer_boundary_peak_bytes=draw(st.sampled_from([0, 0, 70])),
         forward_us=tuple(fixed + forward * s for s in sizes),
         backward_us=tuple(backward * s for s in sizes),
+        entry_us=entry_us,
         output_bytes=tuple(output * s for s in sizes),
         saved_bytes=tuple(saved * s for s in sizes),
         forward_peak_bytes=tuple(peak * s for s in sizes),

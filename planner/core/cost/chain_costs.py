@@ -222,6 +222,8 @@ class ChainCosts:
     names: tuple[str, ...]
     forward_us: FloatArray
     backward_us: FloatArray
+    entry_us: FloatArray
+    """Time before each layer in the forward of a stage that begins with it."""
     optimizer_us: FloatArray
     state: FixedLayerBytes
     optimizer_peaks_add: bool

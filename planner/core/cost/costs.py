@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from planner.core.cost.arrays import FloatArray
-from planner.core.cost.chain_costs import ChainCosts, FixedLayerBytes, PassedGradients, Storages
+from planner.core.cost.chain_costs import ChainCosts, FixedLayerBytes, PassedGradients, Storages, prefix_sums
 from planner.core.cost.size_costs import ProfiledLayerCosts, costs_from_records, costs_without_records
 from planner.core.cost.storages import CrossingStorages
 from planner.core.cost.ties import tied_parameters_of
@@ -95,6 +95,7 @@ class CostTable:
             micro_batch_size=micro_batch_size,
             forward_us=forward_us,
             backward_us=backward_us,
+            entry_us=self._entry_us(forward_us, micro_batch_size, extrapolate=extrapolate),
             exact=self._exact,
             compute_split_backward=cache(
                 lambda: _blend([(costs.split_backward(), weight) for costs, weight in weighted])
@@ -113,6 +114,17 @@ class CostTable:
         forward = [(np.array([layer.forward_us[n] for layer in layers]), weight) for n, weight in weights]
         backward = [(np.array([layer.backward_us[n] for layer in layers]), weight) for n, weight in weights]
         return _blend(forward), _blend(backward)
+
+    def _entry_us(self, forward_us: FloatArray, micro_batch_size: int, *, extrapolate: bool) -> FloatArray:
+        weights = self._weights(micro_batch_size, extrapolate=extrapolate)
+        measured = [
+            (np.array([layer.entry_us[n] if layer.entry_us else 0.0 for layer in self._profile.layers]), weight)
+            for n, weight in weights
+        ]
+        # The dynamic programs need that no stage becomes faster if it also gets the layer before its first one.
+        before_us = prefix_sums(forward_us)[:-1]
+        limited: FloatArray = before_us + np.minimum.accumulate(_blend(measured) - before_us)
+        return np.maximum(limited, 0.0)
 
     def _weights(self, micro_batch_size: int, *, extrapolate: bool) -> list[tuple[int, float]]:
         profile = self._profile

@@ -73,7 +73,7 @@ class Evaluation:
         speed = cluster.speed(partition.device_of(stage))
         recomputed = [n for n in partition.recomputed_in(stage) if has_backward[n]]
         busy = busy_times(
-            costs.forward_us[first:end].sum(),
+            costs.forward_us[first:end].sum() + costs.entry_us[first],
             costs.backward_us[first:end].sum(),
             (*CHOICES, "layers").index(partition.recompute[stage]),
             has_backward=has_backward[end - 1],

@@ -58,7 +58,7 @@ def busy_times(
     """Return the forward, backward and recomputation times of stages for one micro-batch.
 
     Args:
-        forward_us: Sum of the forward times of the stage's layers.
+        forward_us: Sum of the forward times of the stage's layers, and the entry time of its first layer.
         backward_us: Sum of the backward times of the stage's layers, without recomputation.
         recompute: Recompute choice of each stage: an index into `CHOICES` (negative: `never`), or `LAYERS`.
         has_backward: False for stages without a backward, which recompute nothing.
@@ -219,7 +219,7 @@ class ChainSums:
             layers_us: Sum of the forward times of the recomputed layers, if the choice is `LAYERS`.
         """
         return busy_times(
-            self.forward_us[end] - self.forward_us[first],
+            self.forward_us[end] - self.forward_us[first] + self.costs.entry_us[first],
             self.backward_us[end] - self.backward_us[first],
             recompute,
             has_backward=self.has_backward[end],

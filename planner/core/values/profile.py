@@ -266,6 +266,8 @@ class LayerProfile:
     forward_us: tuple[float, ...]
     backward_us: tuple[float, ...]
     """Backward times without recomputation, one for each micro-batch size."""
+    entry_us: tuple[float, ...] = ()
+    """Time before this layer in the forward of a stage that begins with it, such as to skip earlier layers."""
     backward_input_us: tuple[float, ...] = ()
     """Time of the input-gradient pass (I), plus the additional time of the forward that prepares a split backward."""
     backward_weight_us: tuple[float, ...] = ()

@@ -226,9 +226,10 @@ class RooflineClock:
             work()
         return self._total_us
 
-    def restart(self) -> None:
+    def restart(self) -> float:
         """Set the time to zero."""
         self._total_us = 0.0
+        return 0.0
 
     def stop(self) -> None:
         """Do nothing, because this clock counts operators and not elapsed time."""

@@ -174,6 +174,11 @@ class LinearProgram:
     def _stage_sum(self, stage: int, weights: FloatArray) -> LinearExpression:
         return self._sum_before(stage + 1, weights) - self._sum_before(stage, weights)
 
+    def _at_cut(self, cut: int, values: FloatArray) -> LinearExpression:
+        # The entry of `values`, shape (layers + 1,), for a cut. The weight of a layer is the change of the value if the
+        # cut moves from before to after the layer.
+        return self._sum_before(cut, np.diff(values)) + float(values[0])
+
     # ---- times
 
     def _add_time_constraints(self) -> None:
@@ -182,13 +187,19 @@ class LinearProgram:
         speeds = evaluator.speeds
         overhead = case.cluster.overhead_us / unit
         forward_us = np.where(costs.has_backward, costs.forward_us, 0.0)
+        no_entry = np.zeros(self._L + 1)
 
-        def stages(layer_us: FloatArray, more: float) -> list[LinearExpression]:
+        def stages(layer_us: FloatArray, more: float, entry_us: FloatArray = no_entry) -> list[LinearExpression]:
             return [
-                self._new_variable_for(self._stage_sum(s, layer_us / (speeds[s] * unit)) + more) for s in range(self._S)
+                self._new_variable_for(
+                    self._stage_sum(s, layer_us / (speeds[s] * unit))
+                    + self._at_cut(s, entry_us / (speeds[s] * unit))
+                    + more
+                )
+                for s in range(self._S)
             ]
 
-        forward = stages(costs.forward_us, overhead)
+        forward = stages(costs.forward_us, overhead, entry_us=np.append(costs.entry_us, 0.0))
         alone = stages(costs.backward_us, overhead)
         again = last_again = [LinearExpression()] * self._S
         if self.recomputation is not None:
@@ -246,9 +257,7 @@ class LinearProgram:
     def _send(self, stage: int) -> LinearExpression:
         if stage + 1 == self._S or not self.evaluator.transfer_us[stage].any():
             return LinearExpression()
-        crossing = self.evaluator.transfer_us[stage] / self.unit_us
-        # The weight of a layer is the change of the transfer time if the cut moves from before to after the layer.
-        return self._new_variable_for(self._sum_before(stage + 1, np.diff(crossing)) + float(crossing[0]))
+        return self._new_variable_for(self._at_cut(stage + 1, self.evaluator.transfer_us[stage] / self.unit_us))
 
     def _maximum(self, one: LinearExpression, other: LinearExpression) -> LinearExpression:
         if not one or not other:

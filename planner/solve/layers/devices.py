@@ -158,7 +158,7 @@ class _StageTables:
         )
         self.layers = StageLayers.of(costs, first, end)
         self.times_us = costs.forward_us[first:end]
-        forward_us = float(self.times_us.sum()) if costs.has_backward[end - 1] else 0.0
+        forward_us = float(self.times_us.sum() + costs.entry_us[first]) if costs.has_backward[end - 1] else 0.0
         self.whole_us = 0.0, (micro_batches - 1) * forward_us, micro_batches * forward_us
         """Time to recompute the whole stage in a step, for each of `CHOICES`."""
         self.micro_batches = micro_batches

@@ -60,6 +60,22 @@ def test_stage_times_are_sums_with_recomputation_links_and_overhead() -> None:
     )
 
 
+def test_a_stage_takes_the_entry_time_of_its_first_layer() -> None:
+    """Again when it is recomputed, but not when some of its layers are."""
+    a, b, c = (
+        dataclasses.replace(each, entry_us=(us,))
+        for each, us in zip(three_layers().layers, (1.0, 100.0, 2.0), strict=True)
+    )
+    costs = costs_at(chain(a, b, c, sizes=(2,)), 2)
+    layers = dataclasses.replace(partition_of((2, 1), 4, ("layers", "always")), recomputed=((1,), ()))
+    front, back = Evaluation(costs, layers, inputs_of(2, 8).cluster).stage_times
+    assert (front.forward_us, front.recompute_us) == (1 + 2 + 3, 3)
+    assert (back.forward_us, back.recompute_us) == (2 + 4, 2 + 4)
+    # A stage of b and c is not slower than one of a, b and c.
+    front, back = Evaluation(costs, partition_of((1, 2), 4), inputs_of(2, 8).cluster).stage_times
+    assert (front.forward_us, back.forward_us) == (1 + 2, 1 + 2 + 3 + 4)
+
+
 def test_except_last_recomputes_for_all_but_the_last_backward() -> None:
     costs = costs_at(three_layers(), 2)
     (times,) = Evaluation(costs, partition_of((3,), 4, ("except-last",)), inputs_of(1, 8).cluster).stage_times

@@ -63,8 +63,9 @@ class Ticks:
         work()
         return self.now_us - self.begun_us
 
-    def restart(self) -> None:
-        self.begun_us = self.now_us
+    def restart(self) -> float:
+        begun_us, self.begun_us = self.begun_us, self.now_us
+        return self.now_us - begun_us
 
     def stop(self) -> None:
         """Do nothing: no work is queued."""

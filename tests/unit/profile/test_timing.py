@@ -20,7 +20,7 @@ from planner.profile import passes, records, timing
 from planner.profile.backends import measured
 from planner.profile.profiler import InterruptedProfileError, profile_model
 from planner.profile.task import Measurements, ProfilerOptions
-from planner.profile.timing import measure_times, time_uncertainty
+from planner.profile.timing import entry_times_us, measure_times, time_uncertainty
 from planner.profile.units import LayerToMeasure, MeasurementInput
 from tests.support.measure import loaded_model, profile_of_model
 
@@ -46,6 +46,43 @@ def repeats(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[int]]:
 
     monkeypatch.setattr(measured, "_doubt", looked)
     return seen
+
+
+class CodeBetween(nn.Module):
+    """Runs code before each block; the blocks are equal."""
+
+    def __init__(self, ticks: list[float]) -> None:
+        super().__init__()
+        self.ticks = ticks
+        self.first, self.blocks = nn.Linear(8, 8), nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.last = nn.Linear(8, 4)
+
+    def forward(self, value: Tensor) -> Tensor:
+        value = self.first(value)
+        for block in self.blocks:
+            self.ticks[0] += 100e3
+            value = block(value)
+        return self.last(value)
+
+
+def test_code_between_earlier_layers_is_entry_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Code before a stage's first module belongs to its first layer. Entry times of equal layers are measured once."""
+    ticks = [0.0]
+    monkeypatch.setattr(clock.time, "process_time_ns", lambda: int(ticks[0]))
+    layers = profile_of_model(loaded_model(lambda: CodeBetween(ticks))).layers
+    assert [layer.forward_us for layer in layers] == [(0.0,), (100.0,), (100.0,), (100.0,), (0.0,)]
+    assert [layer.entry_us for layer in layers] == [(0.0,), (0.0,), (100.0,), (200.0,), (300.0,)]
+
+
+def test_a_sequential_has_no_entry_times() -> None:
+    assert [layer.entry_us for layer in profile_of_model(small()).layers] == [(), ()]
+
+
+def test_entry_times_are_interpolated_between_measured_layers() -> None:
+    """The median of each layer's repeats counts; another size does not."""
+    measured_us = {("b", 2): [1.0, 5.0, 100.0], ("d", 2): [15.0], ("c", 1): [70.0]}
+    assert entry_times_us("abcdef", 2, measured_us) == [5, 5, 10, 15, 15, 15]
+    assert entry_times_us("abc", 4, measured_us) == [0, 0, 0]
 
 
 def test_concatenations_sent_in_parts_are_warned_about_once() -> None:
