@@ -130,7 +130,9 @@ def run(line: str, folder: Path) -> subprocess.CompletedProcess[str]:
     line = quick(re.sub(r"^gpipe-plan\b", "python -m planner", line))
     launched = re.fullmatch(r"torchrun --nproc-per-node (\d+) (.*)", line)
     if launched:
-        said = run_ranks(int(launched[1]), shlex.split(launched[2]), folder, PYTHONPATH=env["PYTHONPATH"])
+        said = run_ranks(
+            int(launched[1]), shlex.split(launched[2], comments=True), folder, PYTHONPATH=env["PYTHONPATH"]
+        )
         return subprocess.CompletedProcess(line, 0, said, "")
     return subprocess.run(
         ["bash", "-c", line], cwd=folder, env=env, capture_output=True, text=True, timeout=300, check=False
