@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from planner.core.errors import FileError, ModelError, PlannerError, UsageError
+from planner.core.errors import FileError, ModelError, PlannerError, TrainingError, UsageError
 from planner.core.values.printable import printable_lines
 from planner.core.values.units import format_bytes, pluralize
 from planner.device.kinds import kind_of
@@ -146,7 +146,7 @@ class Checkpoints:
             signalled = self._watch.stop_signal(step, steps_ahead=2 if self._pipeline.place.num_replicas > 1 else 1)
         is_end = bool(signalled) or step == self._steps
         if is_end or step % self._every == 0:
-            self._pipeline.begin_checkpoint()
+            self._begin_checkpoint()
             self._is_end = is_end
             if self._is_checked:
                 self._warn_of_unsaved_state()
@@ -219,6 +219,18 @@ class Checkpoints:
             self._pruning = self._pruner.submit(remove_old_checkpoints, self._folder, self._keep)
 
     # Private methods: saving
+
+    def _begin_checkpoint(self) -> None:
+        try:
+            self._pipeline.begin_checkpoint()
+        except TrainingError:
+            step = self._pipeline.step_index
+            self._tell(f"the checkpoint of step {step} is not written; {self._latest_left()}", is_warning=True)
+            raise
+
+    def _latest_left(self) -> str:
+        kept = latest_checkpoint(str(self._folder))
+        return f"{kept.name} remains the latest" if kept is not None else "there is none yet"
 
     def _own_state(self) -> RankState:
         pipeline = self._pipeline
@@ -295,10 +307,9 @@ class Checkpoints:
     def _save_failed(self, error: Exception) -> None:
         assert self._folder is not None
         step, self._saved_step = self._saved_step, -1
-        kept = latest_checkpoint(str(self._folder))
-        left = f"{kept.name} remains the latest" if kept is not None else "there is none yet"
         free = shutil.disk_usage(self._folder).free
-        message = f"the checkpoint of step {step} was not written: {error} ({format_bytes(free)} free); {left}"
+        message = f"the checkpoint of step {step} was not written: {error} ({format_bytes(free)} free)"
+        message += f"; {self._latest_left()}"
         self._failed = FileError(message, path=str(self._folder), hint=_NO_ROOM)
         if not self._is_end:
             self._tell(f"{self._failed.message}; training continues", True)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from planner.model.carried_state import attribute_key
 from planner.model.outline import ModelOutline
 from planner.model.recording import END
+from planner.model.refusals import control_flow_error
 from planner.model.stage_forward import StageForward, attribute_named
 from planner.model.stage_part import StagePart
 
@@ -43,11 +44,15 @@ class ModelStage(nn.Module):
             if name in self._part.replaced:  # registering it would keep the first tensor in memory
                 continue
             *path, last = name.split(".")
-            owner, holder = self._part.model.get_submodule(".".join(path)), module_at_path(root, path)
-            if last in owner._parameters:
-                holder._parameters[last] = owner._parameters[last]
-            else:
-                holder._buffers[last] = owner._buffers[last]
+            holder = module_at_path(root, path)
+            try:
+                owner = self._part.model.get_submodule(".".join(path))
+                if last in owner._parameters:
+                    holder._parameters[last] = owner._parameters[last]
+                else:
+                    holder._buffers[last] = owner._buffers[last]
+            except (AttributeError, KeyError):
+                raise control_flow_error(f'`forward` has removed "{name}"') from None
 
     def named_buffers(self, prefix: str = "", *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
         """Yield names and values of the stage's buffers, including those of `replaced_buffers()`."""

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from planner.core.errors import ModelError
 from planner.core.schedule import (
     KINDS,
     Action,
@@ -157,6 +158,8 @@ class Engine:
         self._in_flight: dict[tuple[int, int], _InFlight] = {}
         self._gradients: dict[tuple[int, int], tuple[Tensor, ...]] = {}
         """Gradient of a stage's input for a micro-batch, until it is sent."""
+        self._with_gradient: set[int] = set()
+        """Stages that have computed a gradient for the previous stage in this step."""
         self._inputs: list[tuple[Tensor, ...]] = []
         """Input tensors of the model, of every micro-batch."""
         self._losses: list[Tensor] = []
@@ -192,15 +195,29 @@ class Engine:
             self._loss_gradients = (self._loss_weights * self.loss_scale).to(self._device).unbind()
         self._inputs = list(zip(*(tensor.tensor_split(self.micro_batches) for tensor in tensors), strict=True))
         self._losses = [torch.empty(0)] * self.micro_batches
+        self._with_gradient.clear()
         with weight_cast_cache(self._precision, self._device), self._split.weight_cast_cache():
             for run in self._instructions:
                 run()
             self._transfers.wait_until_sent()
+        self._check_gradients_sent()
         last.module.targets = []
         self._inputs = []
         losses = self._weigh_losses() if has_loss else []
         self._losses = []
         return losses
+
+    def _check_gradients_sent(self) -> None:
+        """Raise an error if a stage has sent only zeros as gradients: a plain loop would have no gradients at all."""
+        for stage in self._stages:
+            if stage.index in self._with_gradient or not _tensors_with_gradient(stage.received) or not stage.index:
+                continue
+            raise ModelError(
+                f"no micro-batch of this step has a gradient before stage {stage.index}: a plain loop would leave the "
+                "parameters before it without gradients, but stages send zeros, with which an optimizer may step them",
+                hint="if a layer detaches its input in some steps, give each phase its own `--set` setting, profile "
+                "and plan, and continue with `--weights`",
+            )
 
     def _weigh_losses(self) -> list[Tensor]:
         """Return the weighted losses of all micro-batches, and store their sum."""
@@ -324,9 +341,10 @@ class Engine:
         self._transfers.release_output(Message("F", *at))
         if action.target is None:
             return
-        gradients = tuple(
-            _take_gradient(x) for x, shape in zip(inputs, stage.received, strict=True) if shape.requires_grad
-        )
+        received = [x for x, shape in zip(inputs, stage.received, strict=True) if shape.requires_grad]
+        if any(x.grad is not None for x in received):
+            self._with_gradient.add(stage.index)
+        gradients = tuple(map(_take_gradient, received))
         if self._is_here(action.target):
             self._transfers.hand_over(Message("B", action.target, micro_batch), gradients)
         else:

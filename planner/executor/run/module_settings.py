@@ -32,15 +32,18 @@ class ModuleSettings:
         self._running = [(path, module) for path, module, runs in reachable if runs]
         self._elsewhere = [(path, module) for path, module, runs in reachable if not runs]
         self._elsewhere += _modules_in_attributes(model, dict(self._running))
+        self._parameters: dict[int, dict[str, Any]] = {}
+        """Parameters of each module at `remember()`, by `id()` of the module."""
         self._before: list[Settings] = []
 
     def remember(self) -> None:
         """Store the current settings of the modules that run on other ranks."""
-        self._before = [_settings(path, module) for path, module in self._elsewhere]
+        self._parameters = {id(m): dict(m._parameters) for _, m in (*self._running, *self._elsewhere)}
+        self._before = [self._settings(path, module) for path, module in self._elsewhere]
 
     def changed_elsewhere(self) -> Settings:
         """Return the settings of modules of other ranks that have changed on this rank since `remember()`."""
-        now = [_settings(path, module) for path, module in self._elsewhere]
+        now = [self._settings(path, module) for path, module in self._elsewhere]
         pairs = zip(now, self._before, strict=True)
         return {key: value for after, before in pairs for key, value in after.items() if before.get(key) != value}
 
@@ -50,7 +53,7 @@ class ModuleSettings:
         Raises:
             TrainingError: A setting differs.
         """
-        ours = [(path, _settings(path, module)) for path, module in self._running]
+        ours = [(path, self._settings(path, module)) for path, module in self._running]
         for changed in changed_of_ranks:
             for (path, name), value in changed.items():
                 if any(own == path and settings.get((path, name)) != value for own, settings in ours):
@@ -59,6 +62,23 @@ class ModuleSettings:
                         "runs its own copy of the module, without the change",
                         hint="let each module change only itself, by what its `forward` receives",
                     )
+
+    def _settings(self, path: str, module: nn.Module) -> Settings:
+        if type(module).forward is nn.Module.forward:
+            return {}  # a container such as `nn.ModuleList`, whose settings no code reads
+        trained = {name: p for name, p in module._parameters.items() if p is not None and p.requires_grad}
+        before = self._parameters[id(module)]
+        settings: dict[str, Any] = {
+            "the mode `training`": module.training,
+            "`forward`": getattr(module.forward, "__qualname__", ""),
+            "the hooks": [len(getattr(module, name)) for name in HOOKS],
+            "the submodules": [type(child).__qualname__ for child in module._modules.values()],
+            "the parameters": [name for name, p in trained.items() if p is not before.get(name)],
+            "`requires_grad`": [name for name, p in module._parameters.items() if name not in trained],
+        }
+        numbers = {name: value for name, value in vars(module).items() if type(value) in NUMBERS}
+        settings |= {f"`{name}`": value for name, value in numbers.items() if name not in OF_EVERY_MODULE}
+        return {(path, name): value for name, value in settings.items()}
 
 
 def _modules_in_attributes(model: nn.Module, running: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
@@ -86,19 +106,3 @@ def _pairs_in_attributes(one: nn.Module, other: nn.Module) -> Iterator[tuple[nn.
         for first, second in leaves:
             if isinstance(first, nn.Module) and isinstance(second, nn.Module):
                 yield from zip(first.modules(), second.modules(), strict=False)
-
-
-def _settings(path: str, module: nn.Module) -> Settings:
-    if type(module).forward is nn.Module.forward:
-        return {}  # a container such as `nn.ModuleList`, whose settings no code reads
-    frozen = [name for name, p in module._parameters.items() if p is not None and not p.requires_grad]
-    settings: dict[str, Any] = {
-        "the mode `training`": module.training,
-        "`forward`": getattr(module.forward, "__qualname__", ""),
-        "the hooks": [len(getattr(module, name)) for name in HOOKS],
-        "the submodules": [type(child).__qualname__ for child in module._modules.values()],
-        "`requires_grad`": frozen,
-    }
-    numbers = {name: value for name, value in vars(module).items() if type(value) in NUMBERS}
-    settings |= {f"`{name}`": value for name, value in numbers.items() if name not in OF_EVERY_MODULE}
-    return {(path, name): value for name, value in settings.items()}

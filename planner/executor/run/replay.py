@@ -118,7 +118,7 @@ class _Snapshot(NamedTuple):
     tensors: _StateTensors
     numbers: list[Any]
     structure: list[Any]
-    """Numbers of hooks, classes of submodules, and `requires_grad` of parameters, of all modules."""
+    """Numbers of hooks, classes of submodules, and `id()` of trained parameters, of all modules."""
 
 
 class LayerState:
@@ -191,7 +191,8 @@ class LayerState:
     def _structure(self) -> list[Any]:
         submodules = chain.from_iterable(module._modules.values() for module in self._modules)
         parameters = chain.from_iterable(module._parameters.values() for module in self._modules)
-        trained = [parameter is not None and parameter.requires_grad for parameter in parameters]
+        # Frozen parameters are state, which a forward may replace.
+        trained = [parameter is not None and parameter.requires_grad and id(parameter) for parameter in parameters]
         return [*map(len, self._hooks), *map(type, submodules), *trained]
 
     def _values(self) -> list[Any]:
@@ -225,8 +226,8 @@ class LayerState:
         now = self.snapshot()
         if now.structure != snapshot.structure:
             raise ModelError(
-                "`forward` has added or removed a hook, replaced a module, or frozen a parameter, after other "
-                "micro-batches whose backward is still to come: they cannot be recomputed as they were",
+                "`forward` has changed a module's hooks, submodules or trained parameters after other micro-batches, "
+                "which cannot be recomputed as they were",
                 hint="plan with `--recompute never`",
             )
         buffers = [(module._buffers, list(module._buffers)) for module in self._modules]

@@ -111,12 +111,16 @@ def _replace(layer: nn.Sequential) -> None:
     layer[0] = nn.Identity()
 
 
-@pytest.mark.parametrize("change", [_add_hook, _freeze, _replace])
+def _tie(layer: nn.Sequential) -> None:
+    layer[0].weight = nn.Parameter(torch.ones(2, 2))
+
+
+@pytest.mark.parametrize("change", [_add_hook, _freeze, _replace, _tie])
 def test_a_layer_that_has_changed_is_not_recomputed(change: Callable[[nn.Sequential], None]) -> None:
     layer = nn.Sequential(nn.Linear(2, 2))
     value: Tensor = torch.ones(1, 2)
     run = LayerState([("0", layer)]).with_same_state(layer)
     run(value)
     change(layer)
-    with pytest.raises(ModelError, match="has added or removed a hook, replaced a module, or frozen a parameter"):
+    with pytest.raises(ModelError, match="has changed a module's hooks, submodules or trained parameters"):
         run(value)

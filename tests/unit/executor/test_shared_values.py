@@ -87,6 +87,7 @@ def test_a_checkpoint_is_not_written_after_such_a_change(tmp_path: Path) -> None
     options = "--checkpoint=checkpoints", "--checkpoint-every=2"
     ended = end_ranks(2, ["worker.py", *options], tmp_path)
     assert 'a layer has changed "PHASE.scale" after the first step' in ended.output
+    assert "warning: the checkpoint of step 4 is not written; step-00000002 remains the latest" in ended.output
     assert [path.name for path in (tmp_path / "checkpoints").glob("step-*")] == ["step-00000002"]
 
 
