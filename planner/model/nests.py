@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 ABSENT: Final = object()
 """Placeholder for a missing leaf."""
@@ -62,6 +62,15 @@ def unflatten(leaves: Iterable[Any], nest: Nest) -> Any:
 def tensors_in(value: Any) -> list[Tensor]:
     """Return the tensors in the nested `value`, in order."""
     return [leaf for leaf in flatten(value)[0] if isinstance(leaf, Tensor)]
+
+
+def tensors_within(value: Any, depth: int = 4) -> Iterator[Tensor]:
+    """Yield the tensors in the nested `value` and in attributes of its objects, such as those of a distribution."""
+    for leaf in flatten(value)[0]:
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif depth and not isinstance(leaf, type | nn.Module):
+            yield from tensors_within(list(getattr(leaf, "__dict__", {}).values()), depth - 1)
 
 
 def leaf_names(nest: Nest, prefix: str = "") -> list[str]:

@@ -23,12 +23,12 @@ from planner.model.carried_state import (
 )
 from planner.model.differentiation import refuse_autograd_grad, without_shape_log
 from planner.model.functions import FunctionCall, FunctionWatch, is_in_vmap
-from planner.model.ghosts import SHAPE_ONLY, NeedsValuesError, storage_of
+from planner.model.ghosts import SHAPE_ONLY, NeedsValuesError, storage_key, storage_of
 from planner.model.graphs import drop_graphs
 from planner.model.leaves import ArgumentLeaf, ConstantValue, Leaf, NamedLeaf, TensorLeaf, TensorMeta, is_plain
 from planner.model.loss_reads import addresses_read
 from planner.model.module_tensors import copy_buffers_temporarily, parameters_as_ghosts
-from planner.model.nests import flatten, tensors_in
+from planner.model.nests import flatten, tensors_in, tensors_within
 from planner.model.operators import OperatorWatch, depends_on_values, written_tensors
 from planner.model.recording import END, CarriedState, FunctionResult, ModuleCall, RecordedOperator, Recording
 from planner.model.refusals import explain_refusals
@@ -169,10 +169,9 @@ class _ForwardRecorder:
         # Only outputs with an address in `addresses` count as used; if `addresses` is None, all do.
         leaves, nest = flatten(output)
         versions = [self._version_of(leaf) if isinstance(leaf, Tensor) else -1 for leaf in leaves]
-        used = {version for version in versions if version >= 0}
-        if addresses is not None:
-            # The loss may also read tensors that are no leaves, inside an object of a class that is not flattened.
-            used = {self._versions[self._storages[address][1]] for address in addresses if address in self._storages}
+        # The loss may also read tensors that are no leaves, inside an object of a class that is not flattened.
+        read = set(map(storage_key, tensors_within(leaves))) if addresses is None else addresses
+        used = {self._versions[self._storages[address][1]] for address in read if address in self._storages}
         storages = {self.recording.flow.nodes[version]["storage"] for version in used}
         self.recording.returned_model_tensors = frozenset(
             names[0] for held, names in self._held.items() if held in storages

@@ -183,7 +183,9 @@ class StageModule(nn.Module):
 
     def _forward(self, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
         targets = self.targets[self.micro_batch] if self._loss_fn is not None else None
-        if not self._recomputes(self.micro_batch) or not self._has_backward(tensors):
+        # If no output should carry a gradient, `_run` notes if one does now; a forward without a graph would not.
+        is_recomputed = self._recomputes(self.micro_batch) and (any(self._carries) or not self._carries)
+        if not is_recomputed or not self._has_backward(tensors):
             return self._run(None, self.micro_batch, targets, *tensors)
         # Re-entrant checkpointing builds no graph in its first forward, and calls no hook for each saved tensor. It
         # needs an input that requires a gradient. The first stage has none, so `anchor` is this input.

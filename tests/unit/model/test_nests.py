@@ -2,7 +2,9 @@ from collections import namedtuple
 from dataclasses import make_dataclass
 from typing import Any
 
-from planner.model.nests import ABSENT, align_leaves, common_nest, flatten
+import torch
+
+from planner.model.nests import ABSENT, align_leaves, common_nest, flatten, tensors_within
 
 
 def _output(loss: int, other: object, name: str = "Output") -> Any:
@@ -24,3 +26,10 @@ def test_classes_of_other_names_differ() -> None:
     _, nest = flatten(_output(1, 2))
     assert flatten(_output(1, 2, "Other"))[1] != nest
     assert align_leaves(_output(3, 4, "Other"), nest) == [ABSENT, ABSENT]
+
+
+def test_tensors_in_attributes_of_objects_are_found() -> None:
+    mean, scale = torch.zeros(2), torch.ones(2)
+    normal = torch.distributions.Independent(torch.distributions.Normal(mean, scale), 1)
+    found = {tensor.data_ptr() for tensor in tensors_within({"output": normal})}
+    assert {mean.data_ptr(), scale.data_ptr()} <= found

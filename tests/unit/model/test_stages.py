@@ -348,6 +348,20 @@ def test_a_head_without_effect_on_the_loss_is_not_cut() -> None:
     assert not unused.outline.note_on_missing_cuts
 
 
+class Policy(Blocks):
+    """Returns a distribution, whose `log_prob` checks the values that it gets."""
+
+    def forward(self, value: Tensor) -> torch.distributions.Distribution:
+        for block in self.blocks:
+            value = block(value)
+        return torch.distributions.Normal(value, 1.0)
+
+
+def test_a_model_that_returns_a_distribution_is_cut() -> None:
+    chain = chain_of(Policy(), values, loss_of=lambda _: lambda output: -output.log_prob(torch.zeros(())).mean())
+    assert chain.names == ("blocks.0", "blocks.1", "blocks.2", "blocks.3")
+
+
 @pytest.mark.parametrize(
     ("loss", "crossing"),
     [
