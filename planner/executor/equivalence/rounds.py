@@ -42,6 +42,12 @@ _IN_PLACE_HINT = (
     "change a parameter in place: do it after the optimizer's step; give a buffer, or a target that `loss_fn` changes, "
     "a new tensor instead"
 )
+_CRASH_HINT = (
+    "torch crashes if code between modules sets the `data` of a tensor to a tensor that another stage computes, as in "
+    "`self.mean.data = x.mean(0)`: do this in the module that uses the tensor"
+)
+_HINTS = {"modified by an inplace operation": _IN_PLACE_HINT, "ended by SIGSEGV": _CRASH_HINT}
+"""Hints by a part of the message of a child process."""
 
 _DRAWS = 2  # one is not enough, because a change may or may not flip a ReLU
 """Number of random changes of the parameters with which the amplification of rounding errors is measured."""
@@ -221,7 +227,7 @@ class EquivalenceRound:
             raise
         except ChildError as error:
             if not _is_lost_connection(error):
-                hint = _IN_PLACE_HINT if "modified by an inplace operation" in error.message else ""
+                hint = next((hint for text, hint in _HINTS.items() if text in error.message), "")
                 # Hints about a training that diverges are wrong here, because the plain loop does not diverge.
                 return [], CutProblem(error.message, error.hint if error.is_user_error else hint)
             differences = self._run_ranks(trial)  # try again, because a connection failed, not a stage

@@ -181,3 +181,25 @@ def test_a_step_that_mixes_parameters_of_two_stages_is_refused(
     with pytest.raises(ModelError, match=why) as refused:
         checked(build, build_optimizer)
     assert "moving average" in refused.value.hint
+
+
+class Recentered(nn.Module):
+    """Model whose own code replaces the data of a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(block() for _ in range(3))
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, value: Tensor) -> Tensor:
+        self.mean.data = value.detach().mean(0)
+        for each in self.blocks:
+            value = each(value) - self.mean
+        return value
+
+
+@pytest.mark.slow
+def test_code_that_replaces_the_data_of_a_buffer_is_refused_with_advice() -> None:
+    with pytest.raises(ModelError) as refused:
+        checked(Recentered)
+    assert "self.mean.data = x.mean(0)" in refused.value.hint
