@@ -201,7 +201,8 @@ def makespans(
     if any(each.shape != shape for each in times.values()):
         raise ValueError(f"times of {num_stages} stages of {num_partitions} partitions need arrays of one shape")
     blocks = np.broadcast_to(np.asarray(blocking, dtype=np.bool_), (num_stages,)).tolist()
-    steps = _known_steps(tuple(map(tuple, actions)), num_stages)
+    steps = _steps_of(tuple(map(tuple, actions)), num_stages)
+    can_queue = _can_messages_queue(times)
     ends = np.empty(num_partitions)
     for first in range(0, num_partitions, _BLOCK):
         block = slice(first, min(first + _BLOCK, num_partitions))
@@ -222,13 +223,20 @@ def makespans(
         of_block = StageDurations(durations, last, rows(times["send_us"]), blocks)
         begin: Any = 0.0 if is_single else np.zeros(block.stop - first)
         later_of: Any = max if is_single else np.maximum
-        clocks = _compute_clocks(steps, len(actions), of_block, begin=begin, later_of=later_of)
+        clocks = _compute_clocks(steps, len(actions), of_block, begin=begin, later_of=later_of, can_queue=can_queue)
         spans = by_device(clocks.ends)
         if own_us is not None:
             early = 0.0 if sums_us is None else by_device(_early_allreduces(actions, clocks, rows(sums_us), later_of))
             spans = spans - by_device(clocks.begins) + (own_us[block].T - early)
         ends[block] = spans.max(axis=0)
     return ends
+
+
+def _can_messages_queue(times: Mapping[str, FloatArray]) -> bool:
+    # Return False if no message can wait for an earlier one: if no transfer takes longer than the shortest action that
+    # sends a message, each transfer ends before its device sends again.
+    longest_us = times["send_us"].max(initial=0)
+    return any(bool((times[name] < longest_us).any()) for kind in "FBI" for name in _NAMES[kind] if name in times)
 
 
 def device_spans(
@@ -249,7 +257,7 @@ def device_spans(
     Raises:
         ValueError: As in `simulate`.
     """
-    steps = _known_steps(tuple(map(tuple, actions)), len(times.sends))
+    steps = _steps_of(tuple(map(tuple, actions)), len(times.sends))
     return _compute_clocks(steps, len(actions), times, begin=begin, later_of=later_of)
 
 
@@ -277,11 +285,7 @@ class _Step(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def _known_steps(actions: tuple[tuple[Action, ...], ...], num_stages: int) -> tuple[_Step, ...]:
-    return _steps_of(actions, num_stages)
-
-
-def _steps_of(actions: Sequence[Sequence[Action]], num_stages: int) -> tuple[_Step, ...]:
+def _steps_of(actions: tuple[tuple[Action, ...], ...], num_stages: int) -> tuple[_Step, ...]:
     num_devices = len(actions)
     if not actions or num_stages % num_devices:
         raise ValueError(f"{num_stages} stages cannot be divided evenly among {num_devices} devices")
@@ -329,7 +333,7 @@ def _compute_spans(
         {letter: [getattr(stage, names[n]) for stage in stages] for letter, names in _NAMES.items()} for n in (0, 1)
     )
     times = StageDurations(durations, last, [stage.send_us for stage in stages], [stage.blocking for stage in stages])
-    steps = _known_steps(tuple(map(tuple, actions)), len(stages))
+    steps = _steps_of(tuple(map(tuple, actions)), len(stages))
     return _compute_clocks(steps, len(actions), times, begin=0.0, later_of=max, note=note)
 
 
@@ -344,6 +348,7 @@ def _compute_clocks(
     *,
     begin: Clock,
     later_of: Callable[[Clock, Clock], Clock],
+    can_queue: bool = True,
     note: Callable[[_Step, bool, Clock, Clock], None] | None = None,
 ) -> DeviceSpans[Clock]:
     device_free, begins = [begin] * num_devices, [begin] * num_devices
@@ -368,7 +373,7 @@ def _compute_clocks(
         if target < 0:
             continue
         if takes_time and not blocking[sent_over]:
-            sent = later_of(end, link_free[link])
+            sent = later_of(end, link_free[link]) if can_queue else end
             end = link_free[link] = sent + sends[sent_over]
             if note is not None and _takes_time(sends[sent_over]):
                 note(step, True, sent, end)
