@@ -22,7 +22,7 @@ from planner.core.cost.device_memory import (
     subtract_shared,
 )
 from planner.core.cost.layer_memory import SavedAndPeaks, most_bytes_freed, saved_and_peaks_without_recomputation
-from planner.core.cost.peak_points import PARTS, part_counts_at_points, peak_allocation_counts
+from planner.core.cost.peak_points import PARTS, RUNNING, part_counts_at_points, peak_allocation_counts
 from planner.core.cost.simulate import makespans
 from planner.core.cost.stage_time import (
     CHOICES,
@@ -155,6 +155,8 @@ class Evaluator:
         The result is infinite if a stage of the device has more than `width` layers.
         """
         stages, inside = self._bytes_of_stages(cuts, choices)
+        if self._fit_in_any_order(stages, inside):
+            return np.zeros((len(cuts), self.num_devices))
         known_bytes = np.where(
             inside[:, self.stages].all(axis=2), device_peaks(stages[:, self.stages], self._counts), inf
         )
@@ -170,6 +172,8 @@ class Evaluator:
             actions: Action order of each device.
         """
         stages, inside = self._bytes_of_stages(cuts[None], choices[None])
+        if self._fit_in_any_order(stages, inside):
+            return True
         always, parts = stages[0, :, 0], stages[0, :, 1:]
         each = zip(self.stages, part_counts_at_points(actions), self.case.limits_bytes, strict=False)
         return bool(inside.all()) and all(
@@ -235,6 +239,13 @@ class Evaluator:
             always, parts = subtract_shared(always, parts, less, exact=self.case.costs.exact)
             stages[..., some, 0], stages[..., some, 1:] = always, parts
         return stages, inside
+
+    def _fit_in_any_order(self, stages: FloatArray, inside: BoolArray) -> bool:
+        # Return True if all partitions fit, even if all micro-batches were in flight on every stage. This check is much
+        # faster than counting allocations at every point in the step.
+        most = [1 if part in RUNNING else max(2, self.case.micro_batches) for part in PARTS]
+        most_bytes = (stages @ np.array([1.0, *most]))[:, self.stages].sum(axis=2)
+        return bool(inside.all() and (most_bytes <= self.case.limits_bytes[: self.num_devices]).all())
 
     def bytes_at_point(self, counts: FloatArray) -> FloatArray:
         """Return the bytes of every possible stage at one point in the step.
