@@ -27,6 +27,9 @@ _MOST_SIMULATED = 20_000
 _MOST_ACTIONS = 2_000_000
 """Default limit on the actions that one search simulates, which takes some seconds."""
 
+_MOST_KNOWN = 16
+"""Largest number of partitions simulated together whose step times are stored for later simulations."""
+
 _FEW_BLOCKS = 8
 """Largest number of batches of `BLOCK` partitions that a search with a limited budget simulates to prove optimality."""
 
@@ -64,6 +67,10 @@ class SimulationBudget:
             return False
         self.spent += tables
         return True
+
+    def count(self, evaluator: Evaluator, num_partitions: int) -> None:
+        """Count the simulation of partitions as spent."""
+        self.spent += -(-num_partitions // BLOCK) * evaluator.num_actions
 
     def affordable_partitions(self, evaluator: Evaluator) -> int:
         """Return how many partitions can be simulated with half of the remaining budget; at most `_MOST_SIMULATED`."""
@@ -106,8 +113,17 @@ class Progress:
             choices: Recompute choice of each stage, shape (partitions, stages).
             layers_us: Forward time of the layers that each stage recomputes, see `Evaluator.step_us`.
         """
-        self.budget.spent += -(-len(cuts) // BLOCK) * evaluator.num_actions
-        return evaluator.step_us(cuts, choices, layers_us)
+        self.budget.count(evaluator, len(cuts))
+        if layers_us is not None or len(cuts) > _MOST_KNOWN:
+            return evaluator.step_us(cuts, choices, layers_us)
+        # Local searches often simulate a few partitions again.
+        known_us = evaluator.case.known_us
+        keys = [row.tobytes() for row in np.concatenate([cuts, choices], axis=1)]
+        new = [n for n, key in enumerate(keys) if key not in known_us]
+        if new:
+            step_us = evaluator.step_us(cuts[new], choices[new]).tolist()
+            known_us.update(zip([keys[n] for n in new], step_us, strict=True))
+        return np.array([known_us[key] for key in keys])
 
     def simulate_fitting(
         self,

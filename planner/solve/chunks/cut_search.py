@@ -63,11 +63,12 @@ class CutSearch(Descent[PartitionCandidate]):
             [self._evaluate(cuts[None], choices[None], is_open)], most_actions, most_restarts=_FRUITLESS_FROM_BEST
         )
 
-    def pick_best(self, candidate: PartitionCandidate, cuts: IntArray) -> PartitionCandidate:
+    def pick_best(self, candidate: PartitionCandidate, moves: IntArray) -> PartitionCandidate:
+        cuts = candidate.cuts + self.moves[moves]
         choices = np.repeat(candidate.choices[None], len(cuts), axis=0)
         step_us: FloatArray | None = None
         if candidate.excess_bytes == 0:
-            step_us = self.progress.simulate(self.evaluator, cuts, choices)
+            step_us = self._step_us_after_moves(candidate, moves, cuts, choices)
             picked = np.argsort(step_us, kind="stable")[:_MOST_PICKED]
         else:
             self.progress.budget.spent += self.evaluator.num_actions
@@ -86,6 +87,19 @@ class CutSearch(Descent[PartitionCandidate]):
             self.progress.budget.spent += self.evaluator.num_actions + BATCH
             return candidate
         return self._evaluate(cuts[some], choices[some], is_open[some], step_us[picked[some]])
+
+    def _step_us_after_moves(
+        self, candidate: PartitionCandidate, moves: IntArray, cuts: IntArray, choices: IntArray
+    ) -> FloatArray:
+        # Restarts, and other searches of the same case, often lead to a partition again.
+        self.progress.budget.count(self.evaluator, len(moves))
+        key = candidate.cuts.tobytes() + candidate.choices.tobytes()
+        known_us = self.evaluator.case.moved_us.setdefault(key, np.full(len(self.moves), np.nan))
+        is_new = np.isnan(known_us[moves])
+        if is_new.any():
+            known_us[moves[is_new]] = self.evaluator.step_us(cuts[is_new], choices[is_new])
+        step_us: FloatArray = known_us[moves]
+        return step_us
 
     def other_recomputations(self, candidate: PartitionCandidate) -> Iterator[PartitionCandidate]:
         # A change of the choices of one device is a move. Yield the best of each batch of these moves.

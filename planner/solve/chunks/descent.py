@@ -20,7 +20,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from planner.core.cost.arrays import IntArray
+from planner.core.cost.arrays import BoolArray, IntArray
 from planner.solve.answer import SAME
 from planner.solve.progress import Progress
 from planner.solve.space.partitions import Evaluator
@@ -89,10 +89,10 @@ class Descent(ABC, Generic[CandidateT]):
         self._ends = 0
 
     @abstractmethod
-    def pick_best(self, candidate: CandidateT, cuts: IntArray) -> CandidateT:
+    def pick_best(self, candidate: CandidateT, moves: IntArray) -> CandidateT:
         """Return the best partition that results from one move of `candidate`.
 
-        `cuts` has the cuts after each possible move, shape (moves, stages + 1).
+        `moves` has the possible moves, as indices into `Descent.moves`.
         """
 
     @abstractmethod
@@ -147,7 +147,7 @@ class Descent(ABC, Generic[CandidateT]):
         """Return the cuts after a few random moves."""
         for _ in range(self.random.randint(*_PERTURBATIONS)):
             other = cuts + self.moves[self.random.randrange(len(self.moves))]
-            if len(self._legal(other[None])):
+            if self._is_legal(other[None])[0]:
                 cuts = other
         return cuts
 
@@ -164,16 +164,17 @@ class Descent(ABC, Generic[CandidateT]):
         self.random.shuffle(order)
         for first in range(0, len(order), self._rows):
             self.progress.deadline.check()
-            cuts = self._legal(candidate.cuts + self.moves[order[first : first + self._rows]])
-            if len(cuts):
-                yield self.pick_best(candidate, cuts)
+            moves = np.array(order[first : first + self._rows])
+            moves = moves[self._is_legal(candidate.cuts + self.moves[moves])]
+            if len(moves):
+                yield self.pick_best(candidate, moves)
             if self.is_over:
                 return
         yield from self.other_recomputations(candidate)
 
-    def _legal(self, cuts: IntArray) -> IntArray:
-        some = cuts[(np.diff(cuts, axis=1) > 0).all(axis=1)]
-        return some[self.evaluator.case.rules.allows(some)]
+    def _is_legal(self, cuts: IntArray) -> BoolArray:
+        is_legal: BoolArray = (cuts[:, 1:] > cuts[:, :-1]).all(axis=1) & self.evaluator.case.rules.allows(cuts)
+        return is_legal
 
 
 def cut_moves(chunks: Sequence[Sequence[int]]) -> IntArray:

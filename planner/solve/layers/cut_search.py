@@ -132,7 +132,8 @@ class CutAndLayerSearch(Descent[LayerCandidate]):
             if self.evaluator.case.rules.allows(cuts[None])[0]:
                 yield self.evaluate([cuts])[0]
 
-    def pick_best(self, candidate: LayerCandidate, cuts: IntArray) -> LayerCandidate:
+    def pick_best(self, candidate: LayerCandidate, moves: IntArray) -> LayerCandidate:
+        cuts = candidate.cuts + self.moves[moves]
         if candidate.excess_bytes > 0:
             self.progress.budget.spent += self.evaluator.num_actions
             least = np.full((len(cuts), self.evaluator.num_stages), self.evaluator.allowed[-1])

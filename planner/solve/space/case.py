@@ -73,6 +73,16 @@ class Case:
     Arguments: number of layers of the longest stage; memory limit in bytes; points in the step with the peak memory.
     Result: array as from `RecomputeTimes.table`. If None, only whole stages are recomputed.
     """
+    known_us: dict[bytes, float] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """Step times of simulated partitions, by their cuts and recompute choices as bytes. Searches of a case share them.
+
+    Keys of different numbers of stages have different lengths.
+    """
+    moved_us: dict[bytes, FloatArray] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """As `known_us`, for many partitions per key: entry n is for the key's partition after move n of a local search.
+
+    The entry is NaN if the step time is unknown.
+    """
     _memory: dict[tuple[int, int], MemoryTable] = field(default_factory=dict, repr=False, compare=False)
 
     def partition(self, cuts: Sequence[int] | IntArray, choices: Sequence[int] | IntArray, **more: Any) -> Partition:

@@ -38,9 +38,9 @@ def candidate_of(evaluator: Evaluator, choices: np.ndarray) -> PartitionCandidat
     return PartitionCandidate(cuts=CUTS, choices=choices, step_us=float(step_us))
 
 
-def moved_cuts() -> np.ndarray:
-    """Return the cuts after moves of one cut."""
-    return np.array([[0, *cuts, 8] for cuts in ([1, 4, 6], [3, 4, 6], [2, 3, 6], [2, 5, 6], [2, 4, 5], [2, 4, 7])])
+def short_moves(search: CutSearch) -> np.ndarray:
+    """Return the indices of the moves of one cut by one layer."""
+    return np.flatnonzero(np.abs(search.moves).sum(axis=1) == 1)
 
 
 def test_memory_of_slower_moves_is_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,12 +55,27 @@ def test_memory_of_slower_moves_is_not_computed(monkeypatch: pytest.MonkeyPatch)
         lambda self, cuts, *more: fitted.append(len(cuts)) or original(self, cuts, *more),
     )
     search = search_of(evaluator)
-    assert not search.pick_best(fastest, moved_cuts()).beats(fastest)
+    assert not search.pick_best(fastest, short_moves(search)).beats(fastest)
     assert not fitted
     recomputed = np.array([2, 2, 2, 2])
     slowest = candidate_of(evaluator, recomputed)
-    assert search.pick_best(slowest, moved_cuts()).beats(slowest)
+    assert search.pick_best(slowest, short_moves(search)).beats(slowest)
     assert fitted == [6]
+
+
+def test_moves_of_a_partition_are_simulated_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Searches of a case share step times; each still counts its simulations, so that its plan stays the same."""
+    evaluator = evaluator_of()
+    candidate, simulated = candidate_of(evaluator, np.zeros(4, dtype=np.int64)), []
+    original = Evaluator.step_us
+    monkeypatch.setattr(
+        Evaluator, "step_us", lambda self, cuts, *more: simulated.append(len(cuts)) or original(self, cuts, *more)
+    )
+    searches = [search_of(evaluator) for _ in range(2)]
+    best = [search.pick_best(candidate, short_moves(search)) for search in searches]
+    assert simulated == [6]
+    assert best[0].step_us == best[1].step_us
+    assert searches[0].progress.budget.spent == searches[1].progress.budget.spent > 0
 
 
 def test_other_recomputations_recompute_less_and_fit() -> None:

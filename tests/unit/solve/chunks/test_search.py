@@ -220,9 +220,10 @@ def test_no_move_of_a_batch_is_simulated_twice(monkeypatch: pytest.MonkeyPatch) 
     descent = CutSearch(progress, evaluator)
     start = PartitionCandidate(cuts=np.array([0, 2, 4, 6, 7]), choices=np.zeros(4, dtype=np.int64))
     monkeypatch.setattr(Evaluator, "step_us", record)
-    moved = np.array([[0, 1, 4, 6, 7], [0, 2, 3, 6, 7], [0, 2, 4, 5, 7]])
-    best = descent.pick_best(start, moved)
-    assert len(simulated) == len(set(simulated)) == len(moved)
+    moves = np.flatnonzero((descent.moves.min(axis=1) == -1) & (descent.moves.sum(axis=1) == -1))
+    moved = start.cuts + descent.moves[moves]
+    best = descent.pick_best(start, moves)
+    assert len(simulated) == len(set(simulated)) == len(moved) == 3
     assert best.step_us == original(evaluator, moved, np.zeros((3, 4), dtype=np.int64)).min()
 
 
