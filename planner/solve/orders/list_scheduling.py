@@ -29,7 +29,7 @@ from math import inf
 from typing import NamedTuple
 
 from planner.core.schedule import Action, Letter
-from planner.solve.orders.order_problem import OrderProblem, Route
+from planner.solve.orders.order_problem import OrderProblem
 
 Act = tuple[int, Letter, int]
 
@@ -47,7 +47,7 @@ class ActionOrder(NamedTuple):
 
     def actions(self) -> tuple[tuple[Action, ...], ...]:
         """Return the actions of each device, in order."""
-        return tuple(tuple(Action(*act) for act in row) for row in self.rows)
+        return tuple(tuple(map(Action._make, row)) for row in self.rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,9 +106,6 @@ def follow_order(
     return _OrderFollower(problem, preferred, lookahead=lookahead, patience=patience, limit_us=limit_us).run()
 
 
-class _TooSlowError(Exception): ...
-
-
 class _ListScheduler(ABC):
     """Simulation of all devices in one step. Subclasses choose the next action of a free device."""
 
@@ -116,10 +113,6 @@ class _ListScheduler(ABC):
         self.problem, self.num = problem, problem.micro_batches
         self.tables = tables = problem.tables
         num_stages, num_devices = len(problem.times), len(problem.stages_by_device)
-        self.rows: list[list[Act]] = [[] for _ in range(num_devices)]
-        self.free_us = [0.0] * num_devices
-        self.begins_us = [0.0] * num_devices
-        self.link_us = [0.0] * num_devices**2
         # Arrival times of the inputs of each stage's forwards and backwards, in the order of micro-batches.
         self.forwards: list[list[float]] = [[] for _ in range(num_stages)]
         self.gradients: list[list[float]] = [[] for _ in range(num_stages)]
@@ -131,24 +124,49 @@ class _ListScheduler(ABC):
         """Time that each device may still wait without exceeding the limit on the step time."""
         if limit_us < inf:
             self.idle_us = [limit_us * (1 + _ROUNDING) - busy_us for busy_us in tables.busy_us]
-        self.turns: list[tuple[float, int]] = []
 
     def run(self) -> ActionOrder | None:
-        turns, free_us, choose, start = self.turns, self.free_us, self.choose, self.start
-        turns.append((0.0, self.tables.first_device))
-        try:
-            while turns:
-                now_us, device = heappop(turns)
-                # A busy device has another turn when it becomes free.
-                act = choose(device, now_us) if now_us >= free_us[device] else None
-                if act is not None:
-                    start(device, act, now_us)
-        except _TooSlowError:
-            return None
+        choose, start, idle_us = self.choose, self.start, self.idle_us
+        rows: list[list[Act]] = [[] for _ in idle_us]
+        free_us, begins_us, links_us = [0.0] * len(rows), [0.0] * len(rows), [0.0] * len(rows) ** 2
+        # The last stage sends the results of its forwards to itself.
+        down = [*zip(self.tables.down, [*self.forwards[1:], self.gradients[-1]], strict=True)]
+        up = [*zip(self.tables.up, [[], *self.gradients[:-1]], strict=True)]
+        turns = [(0.0, self.tables.first_device)]
+        while turns:
+            now_us, device = heappop(turns)
+            # A busy device has another turn when it becomes free.
+            act = choose(device, now_us) if now_us >= free_us[device] else None
+            if act is None:
+                continue
+            stage, kind, _ = act
+            end_us = now_us + start(device, act)
+            row, waited_us = rows[device], now_us - free_us[device]
+            if not row:
+                begins_us[device] = now_us
+            elif waited_us > 0:
+                idle_us[device] -= waited_us
+                if idle_us[device] < 0:
+                    return None
+            row.append(act)
+            free_us[device] = end_us
+            heappush(turns, (end_us, device))
+            if kind == "W":
+                continue
+            (other, link, send_us, blocking), arrivals = down[stage] if kind == "F" else up[stage]
+            if link < 0:
+                arrivals.append(end_us)
+                continue  # the device itself needs the result, and has a turn when its action ends
+            # A blocking link would keep the receiver busy. This simulation only delays the arrival.
+            begin_us = end_us if blocking or end_us > links_us[link] else links_us[link]
+            arrival_us = links_us[link] = begin_us + send_us
+            arrivals.append(arrival_us)
+            if arrival_us >= free_us[other]:
+                heappush(turns, (arrival_us, other))  # otherwise the receiver has a turn when it becomes free
         if not self.is_complete():
             return None
-        spans = zip(free_us, self.begins_us, self.problem.own_us, strict=True)
-        return ActionOrder(self.rows, max(free_us - begin_us + own_us for free_us, begin_us, own_us in spans))
+        spans = zip(free_us, begins_us, self.problem.own_us, strict=True)
+        return ActionOrder(rows, max(end_us - begin_us + own_us for end_us, begin_us, own_us in spans))
 
     @abstractmethod
     def choose(self, device: int, now_us: float) -> Act | None:
@@ -158,53 +176,24 @@ class _ListScheduler(ABC):
     def is_complete(self) -> bool:
         """Return True if all actions have run."""
 
-    def start(self, device: int, act: Act, now_us: float) -> None:
+    def start(self, device: int, act: Act) -> float:
+        """Count an action and its memory; return its duration in microseconds."""
         tables, (stage, kind, micro_batch) = self.tables, act
         if kind == "F":
             self.num_forwards[stage] = micro_batch + 1
             self.left[device] -= tables.held_bytes[stage]
-            end_us = now_us + tables.durations_us["F"][stage]
-        elif kind == "W":
+            return tables.durations_us["F"][stage]
+        if kind == "W":
             self.left[device] += tables.deferred_bytes[stage]
-            end_us = now_us + tables.durations_us["W"][stage]
+            return tables.durations_us["W"][stage]
+        self.num_backwards[stage] = micro_batch + 1
+        self.left[device] += tables.held_bytes[stage]
+        is_last = micro_batch == self.num - 1
+        if kind == "I":
+            self.left[device] -= tables.deferred_bytes[stage]
         else:
-            self.num_backwards[stage] = micro_batch + 1
-            self.left[device] += tables.held_bytes[stage]
-            is_last = micro_batch == self.num - 1
-            end_us = now_us + (tables.last_durations_us if is_last else tables.durations_us)[kind][stage]
-            if kind == "I":
-                self.left[device] -= tables.deferred_bytes[stage]
-            else:
-                self.idle_us[device] += (tables.last_saved_us if is_last else tables.saved_us)[stage]
-        row, waited_us = self.rows[device], now_us - self.free_us[device]
-        if not row:
-            self.begins_us[device] = now_us
-        elif waited_us > 0:
-            self.idle_us[device] -= waited_us
-            if self.idle_us[device] < 0:
-                raise _TooSlowError
-        row.append(act)
-        self.free_us[device] = end_us
-        heappush(self.turns, (end_us, device))
-        if kind == "F":
-            if stage + 1 < len(self.forwards):
-                self.send(tables.down[stage], end_us, self.forwards[stage + 1])
-            else:
-                self.gradients[stage].append(end_us)
-        elif kind != "W" and stage > 0:
-            self.send(tables.up[stage], end_us, self.gradients[stage - 1])
-
-    def send(self, route: Route, end_us: float, arrivals: list[float]) -> None:
-        other, link, send_us, blocking = route
-        if link < 0:
-            arrivals.append(end_us)
-            return  # the sender itself needs the result, and has a turn when its action ends
-        # A blocking link would keep the receiver busy. This simulation only delays the arrival.
-        begin_us = end_us if blocking or end_us > self.link_us[link] else self.link_us[link]
-        arrival_us = self.link_us[link] = begin_us + send_us
-        arrivals.append(arrival_us)
-        if arrival_us >= self.free_us[other]:
-            heappush(self.turns, (arrival_us, other))  # otherwise the receiver has a turn when it becomes free
+            self.idle_us[device] += (tables.last_saved_us if is_last else tables.saved_us)[stage]
+        return (tables.last_durations_us if is_last else tables.durations_us)[kind][stage]
 
 
 class _RuleScheduler(_ListScheduler):

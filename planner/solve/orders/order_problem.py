@@ -50,9 +50,9 @@ class SimulationTables:
     last_saved_us: Sequence[float]
     """For each stage, duration of I plus W minus B of the last micro-batch; 0 for stages with whole backwards."""
     down: Sequence[Route]
-    """Route from each stage but the last to the next one."""
+    """Route from each stage to the next one; from the last stage to itself."""
     up: Sequence[Route]
-    """Route from each stage to the previous one; unused for stage 0."""
+    """Route from each stage to the previous one; from stage 0 to itself."""
     held_bytes: Sequence[float]
     """Memory of a micro-batch on each stage from its forward to its backward or input-gradient pass (I)."""
     deferred_bytes: Sequence[float]
@@ -122,7 +122,7 @@ class OrderProblem:
             last_durations_us=last,
             saved_us=saved,
             last_saved_us=last_saved,
-            down=[route(stage, stage + 1) for stage in range(len(times) - 1)],
+            down=[route(stage, min(stage + 1, len(times) - 1)) for stage in range(len(times))],
             up=[route(stage, max(0, stage - 1)) for stage in range(len(times))],
             held_bytes=held,
             deferred_bytes=[footprint.between for footprint in footprints],

@@ -93,6 +93,8 @@ class OrderSearch:
         """Number of actions scheduled or simulated so far."""
         self._num_fitting = self._num_refused = 0
         """Number of orders that fit, and that do not fit, according to the exact memory model."""
+        self._rules_us: dict[DispatchRules, float] = {}
+        """Step time of the order from each of the tried rules, or the limit on the step time that it exceeded."""
 
     def search(self, most_actions: int) -> SimulatedOrder | None:
         """Return the best order found by simulating at most `most_actions` actions; None if no order fits."""
@@ -105,9 +107,7 @@ class OrderSearch:
             nonlocal tuning, rules, rules_us
             for changed in changes:
                 made = self._make_rules(changed)
-                if self.spent < most_actions and self._keep_if_better(
-                    apply_rules(self._problem, made, limit_us=self._limit_us)
-                ):
+                if self.spent < most_actions and self._keep_if_better(self._apply_rules(made, self._limit_us)):
                     tuning, rules, rules_us = changed, made, self._limit_us
 
         # Each field is varied after the previous one, in two rounds, because good values depend on the other fields.
@@ -121,7 +121,7 @@ class OrderSearch:
             try_each(tuning._replace(patience=patience) for patience in _PATIENCE)
             try_each(tuning._replace(forward_first=first, later_first=later) for first in _EITHER for later in _EITHER)
         if self.best is not None:
-            self._threshold_accepting(self.best.rows, rules, rules_us, most_actions)
+            self._threshold_accepting(_acts(self.best.rows), rules, rules_us, most_actions)
         return self.best
 
     def improve(self, rows: Rows, most_actions: int) -> SimulatedOrder | None:
@@ -166,7 +166,7 @@ class OrderSearch:
             limit_us = self._limit_us * (1 + SAME + _WORSE * max(0.0, (most_actions - self.spent) / whole))
             if is_by_rules:
                 limit_us = max(limit_us, rules_us * (1 + SAME))
-                order = apply_rules(self._problem, changed, limit_us=limit_us)
+                order = self._apply_rules(changed, limit_us)
             else:
                 change = _merge_or_split if merges and rng.random() < _MERGE_SHARE else _reorder
                 preferred = change(self._problem, rows, rng)
@@ -177,9 +177,8 @@ class OrderSearch:
             if is_by_rules and (is_better or order.period_us <= rules_us * (1 + SAME)):
                 rules, rules_us = changed, order.period_us
             left = max(0.0, (most_actions - self.spent) / whole)
-            if order.period_us <= self._limit_us * (1 + SAME + _WORSE * left) and (
-                is_better or not self._is_exact or self._fits_exactly(order.actions())
-            ):
+            is_close = order.period_us <= self._limit_us * (1 + SAME + _WORSE * left)
+            if is_close and (is_better or not self._is_exact or self._fits_like(order, rows)):
                 rows = order.rows
 
     def _follow(self, most_actions: int) -> None:
@@ -192,6 +191,13 @@ class OrderSearch:
                     self._problem, preferred, lookahead=lookahead, patience=patience, limit_us=self._limit_us
                 )
                 self._keep_if_better(order)
+
+    def _apply_rules(self, rules: DispatchRules, limit_us: float) -> ActionOrder | None:
+        if self._rules_us.get(rules, 0.0) >= limit_us:
+            return None
+        order = apply_rules(self._problem, rules, limit_us=limit_us)
+        self._rules_us[rules] = limit_us if order is None else order.period_us
+        return order
 
     def _is_proven(self) -> bool:
         return self.best is not None and self.best.period_us <= self._least_us
@@ -222,9 +228,15 @@ class OrderSearch:
         self.best = SimulatedOrder(rows=rows, period_us=found_us)
         return True
 
+    def _fits_like(self, order: ActionOrder, rows: _Rows) -> bool:
+        # Return True if the order fits; `rows` is an order that fits.
+        return self._count_check(order.rows == rows or self._fits(order.actions()))
+
     def _fits_exactly(self, rows: Rows) -> bool:
+        return self._count_check(self._fits(rows))
+
+    def _count_check(self, fits: bool) -> bool:  # noqa: FBT001 - called by two
         self.spent += _CHECK_ORDERS * 3 * len(self._problem.times) * self._problem.micro_batches
-        fits = self._fits(rows)
         self._num_fitting, self._num_refused = self._num_fitting + fits, self._num_refused + (not fits)
         return fits
 
