@@ -135,6 +135,8 @@ class LayerState:
         self._unusual = [each for each in self._owners if each.elsewhere or each.tensors]
         self._numbers = [(vars(owner.module), name) for owner in self._owners for name in owner.numbers]
         self._hooks = [getattr(module, name) for module in self._modules for name in HOOKS]
+        self._submodules = [module._modules for module in self._modules]
+        self._parameters = [module._parameters for module in self._modules]
         self._last: _Snapshot | None = None
         self._rewritten: set[tuple[int, str]] = set()
         """Keys of the entries that a forward has changed. Later forwards do not compare their values."""
@@ -189,11 +191,11 @@ class LayerState:
         return [*map(len, buffers), *chain.from_iterable(buffers)]
 
     def _structure(self) -> list[Any]:
-        submodules = chain.from_iterable(module._modules.values() for module in self._modules)
-        parameters = chain.from_iterable(module._parameters.values() for module in self._modules)
+        submodules = chain.from_iterable(map(dict.values, self._submodules))
+        parameters = chain.from_iterable(map(dict.values, self._parameters))
         # Frozen parameters are state, which a forward may replace.
-        trained = [parameter is not None and parameter.requires_grad and id(parameter) for parameter in parameters]
-        return [*map(len, self._hooks), *map(type, submodules), *trained]
+        trained = [id(each) for each in parameters if each is not None and each.requires_grad]
+        return [*map(len, filter(None, self._hooks)), *map(type, submodules), *trained]
 
     def _values(self) -> list[Any]:
         # Reading each value with `StateLocation.value` takes several times as long.
