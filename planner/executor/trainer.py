@@ -260,6 +260,8 @@ class Trainer:
                     self._mini_batches.input_tensors(part), self._mini_batches.targets(part, weights), weights
                 )
                 loss += engine.loss
+                if assembly.shared_values is not None:  # the equivalence check itself names the parameters
+                    engine.check_gradients_sent()
         # Models may freeze and unfreeze parameters in `forward`; the equivalence check has compared these.
         self._frozen = [name for name in self._frozen if not self._parameters[name].requires_grad]
         frozen = next((name for name in trained if not self._parameters[name].requires_grad), None)

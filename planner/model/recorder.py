@@ -169,9 +169,12 @@ class _ForwardRecorder:
         # Only outputs with an address in `addresses` count as used; if `addresses` is None, all do.
         leaves, nest = flatten(output)
         versions = [self._version_of(leaf) if isinstance(leaf, Tensor) else -1 for leaf in leaves]
-        # The loss may also read tensors that are no leaves, inside an object of a class that is not flattened.
-        read = set(map(storage_key, tensors_within(leaves))) if addresses is None else addresses
-        used = {self._versions[self._storages[address][1]] for address in read if address in self._storages}
+        used = {version for version in versions if version >= 0}
+        if addresses is None and not used:  # the output is an object, such as a distribution
+            addresses = set(map(storage_key, tensors_within(leaves)))
+        if addresses is not None:
+            # The loss may also read tensors that are no leaves, inside an object of a class that is not flattened.
+            used = {self._versions[self._storages[address][1]] for address in addresses if address in self._storages}
         storages = {self.recording.flow.nodes[version]["storage"] for version in used}
         self.recording.returned_model_tensors = frozenset(
             names[0] for held, names in self._held.items() if held in storages

@@ -200,15 +200,18 @@ class Engine:
             for run in self._instructions:
                 run()
             self._transfers.wait_until_sent()
-        self._check_gradients_sent()
         last.module.targets = []
         self._inputs = []
         losses = self._weigh_losses() if has_loss else []
         self._losses = []
         return losses
 
-    def _check_gradients_sent(self) -> None:
-        """Raise an error if a stage has sent only zeros as gradients: a plain loop would have no gradients at all."""
+    def check_gradients_sent(self) -> None:
+        """Check that no stage has sent only zeros as gradients in the last step.
+
+        Raises:
+            ModelError: A stage has: a plain loop would have no gradients at all.
+        """
         for stage in self._stages:
             if stage.index in self._with_gradient or not _tensors_with_gradient(stage.received) or not stage.index:
                 continue
