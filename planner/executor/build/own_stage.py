@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from planner.executor.run.parts import tensors_in_value
+from planner.model.ghosts import storage_key
 from planner.model.module_tensors import replace_tensors
 from planner.model.seeding import seed_process
 
@@ -76,9 +77,12 @@ def build_with_values(
     # A construction that ended early, or ran other code, has not made the wanted tensors.
     if replay.number != len(notes.names) or any(_is_empty(tensor) for tensor in wanted(model)):
         raise BuildError("some tensors are made in a way that cannot be followed")
-    kept = {_key(tensor) for tensor in wanted(model)}
+    # Writes to `.data`, views and tied parameters change the same storage.
+    kept = {storage_key(tensor) for tensor in wanted(model)}
     # Compare by storage, so that ties are kept.
-    replace_tensors(model, lambda tensor: to_meta(tensor) if _is_empty(tensor) or _key(tensor) not in kept else tensor)
+    replace_tensors(
+        model, lambda tensor: to_meta(tensor) if _is_empty(tensor) or storage_key(tensor) not in kept else tensor
+    )
     return model
 
 
@@ -106,7 +110,7 @@ class _StorageRecorder(TorchDispatchMode):
             return result
         operands, results = tensors_in_value((args, kwargs)), tensors_in_value(result)
         self._alive.extend((*operands, *results))
-        before, after = {_key(t) for t in operands}, {_key(t) for t in results}
+        before, after = {storage_key(t) for t in operands}, {storage_key(t) for t in results}
         number = len(self.names)
         self.names.append(str(func))
         self._touched.append(before | after)
@@ -116,7 +120,7 @@ class _StorageRecorder(TorchDispatchMode):
 
     def backward_slice(self, tensors: Iterable[Tensor]) -> frozenset[int]:
         needed: set[int] = set()
-        todo = [number for tensor in tensors for number in self._writers.get(_key(tensor), [])]
+        todo = [number for tensor in tensors for number in self._writers.get(storage_key(tensor), [])]
         while todo:
             number = todo.pop()
             if number in needed:
@@ -171,12 +175,6 @@ def _run_on_fake(fake: FakeTensorMode, func: Any, args: Any, kwargs: dict[str, A
 def _is_empty(tensor: Tensor) -> bool:
     # A parameter made of a fake tensor is fake too, but only its `data` shows it.
     return tensor.is_meta or isinstance(tensor, FakeTensor) or isinstance(tensor.data, FakeTensor)
-
-
-def _key(tensor: Tensor) -> int:
-    # The key is the storage, because writes to `.data`, views and tied parameters change the same storage.
-    key: int = tensor.untyped_storage()._cdata
-    return key
 
 
 def _writes(func: Any) -> bool:

@@ -1,21 +1,23 @@
 """Choose the model that the equivalence check trains: the user's model, or one with fewer repeated layers."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 
 import torch
+from torch import Tensor, nn
 
 from planner.core.errors import ModelError
 from planner.core.values.units import format_bytes
 from planner.executor.build.building import build_structure
-from planner.executor.equivalence.coverage import EquivalentCuts, find_equivalent_cuts
 from planner.executor.equivalence.isolation import ChildError
-from planner.executor.run.shapes import chain_shapes
-from planner.model.chain import Chain
+from planner.executor.run.shapes import ChainShapes, chain_shapes
+from planner.model.chain import Chain, shared_parameters
 from planner.model.load import LoadedModel
 from planner.model.recording import END, ModuleCall
 from planner.model.reference import LayerStart, ReferenceOptions, mini_batch
 from planner.model.shortened import repeated_layers, shorten_model, skipped_modules
+from planner.model.stage import ModelStage
 
 DigestFunction = Callable[[Chain, LoadedModel], Sequence[str]]
 """Function that returns a digest of the operators of every layer; empty if they are unknown."""
@@ -57,6 +59,69 @@ class CheckRequest:
     def time_limit_s(self) -> float:
         """Seconds after which a process of the check is ended."""
         return 4 * self.budget_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class EquivalentCuts:
+    """Classes of equivalent cuts of a chain. The equivalence check compares the first cut of each class.
+
+    A cut is the index of the layer after it. Two cuts are equivalent if their previous layers are equal, their next
+    layers are equal, and these layers receive tensors of equal shapes and dtypes.
+    """
+
+    classes: tuple[tuple[int, ...], ...]
+    """Cuts of each class, in order."""
+    keys: tuple[Hashable, ...]
+    """Key of each layer, made of its operators and input tensors. Equal layers have equal keys."""
+
+    def equivalent_cuts(self, cut: int) -> tuple[int, ...]:
+        """Return all cuts that are equivalent to `cut`, including `cut` itself."""
+        return next((alike for alike in self.classes if cut in alike), (cut,))
+
+
+def find_equivalent_cuts(chain: Chain, shapes: ChainShapes, digests: Sequence[str]) -> EquivalentCuts:
+    """Return the classes of equivalent cuts of a chain.
+
+    Args:
+        chain: Chain of layers.
+        shapes: Tensors at the boundaries of the chain.
+        digests: Digest of the operators of each layer. If it is empty, no two cuts count as equivalent.
+    """
+    crossing = [
+        tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in boundary.tensors) for boundary in shapes.boundaries
+    ]
+    keys = tuple(zip(_layer_keys(chain, digests), crossing, strict=False))
+    classes: dict[Hashable, list[int]] = {}
+    for cut in range(1, len(chain.layers)):
+        classes.setdefault((keys[cut - 1], keys[cut]), []).append(cut)
+    return EquivalentCuts(classes=tuple(map(tuple, classes.values())), keys=keys)
+
+
+def _layer_keys(chain: Chain, digests: Sequence[str]) -> list[Hashable]:
+    shared = {name for owners in shared_parameters(chain.layers) for _, name in owners}
+    distinct = count()
+    return [
+        (
+            digests[index] if digests else next(distinct),
+            _num_hooks(layer.module),
+            tuple(name in shared for name in layer.parameters_by_name()),
+        )
+        for index, layer in enumerate(chain.layers)
+    ]
+
+
+def _num_hooks(module: nn.Module) -> int:
+    modules = list(module.finished_modules.values()) if isinstance(module, ModelStage) else list(module.modules())
+    tables = [
+        table
+        for part in modules
+        for table in (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks)
+    ]
+    return sum(map(len, tables)) + sum(_hooks_of(parameter) for parameter in module.parameters())
+
+
+def _hooks_of(tensor: Tensor) -> int:
+    return len(tensor._backward_hooks or ()) + len(getattr(tensor, "_post_accumulate_grad_hooks", None) or ())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,8 +214,6 @@ class CheckedModel:
     @property
     def compared_cuts(self) -> dict[int, int]:
         """Cuts of the user's model that are compared, each with its equivalent cut of `chain`."""
-        if self.chain is self.whole:
-            return {cut: cut for cut in self.cut_classes.representatives}
         places = {end: cut for cut, end in enumerate(self.chain.ends, start=1)}
         kept = {name: index for index, name in enumerate(self.whole.names)}
         shown: dict[int, int] = {}

@@ -32,10 +32,9 @@ class OptimizerState:
 
     def parameter_groups(self) -> ParameterGroups:
         """Return, for every parameter group, the names of this rank's parameters and the group's options."""
-        names = {id(p): name for name, p in self._named_parameters()}
         return [
             (
-                [names[id(p)] for p in group["params"] if id(p) in names],
+                [self._names[id(p)] for p in group["params"] if id(p) in self._names],
                 {key: value for key, value in group.items() if key not in _MEMBERS},
             )
             for group in self._optimizer.param_groups
@@ -72,9 +71,8 @@ class OptimizerState:
                 self._optimizer.state[parameter] = state[name]
         options = {name: options for names, options in groups for name in names}
         by_position = [options for _, options in groups]
-        names = {id(p): name for name, p in self._named_parameters()}
         for number, group in enumerate(self._optimizer.param_groups):
-            by_name = [options[names[id(p)]] for p in group["params"] if names.get(id(p)) in options]
+            by_name = [options[self._names[id(p)]] for p in group["params"] if self._names.get(id(p)) in options]
             # A group without any of these parameters (frozen ones, for example) is matched by its index.
             if by_name or number < len(by_position):
                 options_of_group = by_name[0] if by_name else by_position[number]

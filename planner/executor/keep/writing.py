@@ -59,22 +59,21 @@ class CheckpointWriter:
         rank: int,
         publish: Callable[[Sequence[WrittenFile]], None],
     ) -> None:
-        self._folder, self._exchange, self._publish = folder, exchange, publish
+        self._folder, self._publish = folder, publish
         self._rank, self._activity = rank, activity
         self._pending: Future[str] = Future()
         if in_thread:
             copied = {name: tensor.to("cpu", copy=True) for name, tensor in stored.tensors.items()}
+            stored = RankState(stored.state, copied)
             threads = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-            self._pending = threads.submit(
-                lambda: self._exchange_reports(self._write_file(RankState(stored.state, copied)))
-            )
+            self._pending = threads.submit(lambda: exchange.decide(self._write_file(stored), self._publish_or_remove))
             threads.shutdown(wait=False)
         else:
             # While the main thread writes, this rank does not wait for other ranks.
             activity.begin("writing a checkpoint")
             report = self._write_file(stored)
             activity.begin("a checkpoint", waits_for=STORE)
-            self._pending.set_result(self._exchange_reports(report))
+            self._pending.set_result(exchange.decide(report, self._publish_or_remove))
 
     @property
     def is_done(self) -> bool:
@@ -102,10 +101,6 @@ class CheckpointWriter:
         except Exception as error:  # reported on all ranks
             return {"problem": str(error)}
         return {"entry": asdict(entry), "names": list(stored.tensors)}
-
-    def _exchange_reports(self, report: dict[str, Any]) -> str:
-        problem: str = self._exchange.decide(report, self._publish_or_remove)
-        return problem
 
     def _publish_or_remove(self, reports: Sequence[dict[str, Any]]) -> str:
         problem = next((str(report["problem"]) for report in reports if "problem" in report), "")

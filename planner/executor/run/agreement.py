@@ -130,8 +130,7 @@ class PhaseAgreement:
             TrainingError: Another rank begins another phase, step, or mini-batch, or its script has done something
                 else in earlier steps.
         """
-        is_alone = self._place.num_devices * self._place.num_replicas == 1
-        if is_alone or (self.has_ended and phase == "end"):
+        if self._place.num_devices * self._place.num_replicas == 1:
             return count
         self.has_ended = phase == "end"
         begun = _BegunPhase(phase, step, tuple(sizes), checksums)

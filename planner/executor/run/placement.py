@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from planner.core.errors import UsageError
 from planner.core.values.balance import Balance, launch_command
-from planner.core.values.placement import Placement, device_of, rank_of, stages_on
+from planner.core.values.placement import Placement, rank_of, stages_on
 from planner.core.values.units import pluralize
 
 _Value = TypeVar("_Value")
@@ -48,10 +48,6 @@ class ProcessPlace:
     def is_last(self) -> bool:
         """True if this process runs the last stage, which needs targets."""
         return self.stages[-1] == self.num_stages - 1
-
-    def position_of(self, stage: int) -> int:
-        """Return the position in the pipeline of the device that runs `stage`."""
-        return device_of(stage, self.num_devices, self.placement)
 
     def rank_of(self, stage: int, replica: int | None = None) -> int:
         """Return the rank that runs `stage` in a replica, by default in this process's replica."""
