@@ -134,11 +134,8 @@ class PossibleCuts:
     def sent_result(self, operator: int, cut: int) -> FunctionResult | None:
         """Return the operator's result if it is sent across the cut; else None."""
         result = self._sent_results.get(operator)
-        return (
-            result
-            if result is not None and result.exit < cut and self.repeated_code.is_repeated(operator, cut)
-            else None
-        )
+        is_sent = result is not None and result.exit < cut and self.repeated_code.is_repeated(operator, cut)
+        return result if is_sent else None
 
     def count_operands_and_results(self, cut: int) -> tuple[int, int]:
         """Return two counts: tensors sent only for code that runs again after the cut, and results of this code."""
@@ -180,9 +177,8 @@ class PossibleCuts:
                     self.recording.reads[number]
                 )
             elif number < 0 and data["storage"] not in self.recording.exposures:
-                is_there = (
-                    version not in unread
-                )  # a parameter: `model_tensors` is checked at the operators that read it
+                # For a parameter, `model_tensors` is checked at the operators that read it.
+                is_there = version not in unread
             else:
                 # A finished call made this version. The storage crosses in its state at the cut, maybe a later version.
                 is_there = data["storage"] in received and self._num_versions[data["storage"]] == 1

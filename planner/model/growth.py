@@ -32,12 +32,6 @@ Shapes = dict[int, ShapePair]
 """Shapes of tensors in the two recorded batches, by index in `Recording.values`."""
 
 
-def shape_at(pair: ShapePair, size: int) -> tuple[int, ...]:
-    """Return a tensor's shape for `size` samples, given its shapes in the two recorded batches."""
-    step = SIZES[1] - SIZES[0]
-    return tuple(max(0, a + (b - a) * (size - SIZES[0]) // step) for a, b in zip(*pair, strict=True))
-
-
 def sendable_results(recording: Recording, other: Recording) -> dict[FunctionResult, ShapePair]:
     """Return the function results that may be sent across cuts, each with its shapes in both batches.
 

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -24,13 +24,8 @@ class TensorMeta:
     @classmethod
     def of(cls, tensor: Tensor) -> "TensorMeta":
         """Return the record of `tensor`."""
-        return cls(
-            tuple(tensor.shape),
-            tuple(tensor.stride()),
-            int(tensor.storage_offset()),
-            tensor.dtype,
-            tensor.requires_grad,
-        )
+        shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+        return cls(shape, stride, int(tensor.storage_offset()), tensor.dtype, tensor.requires_grad)
 
     @property
     def nbytes(self) -> int:
@@ -95,29 +90,19 @@ class VaryingResult:
     def __init__(self, name: str) -> None:
         self._name = name
 
-    def __len__(self) -> int:
-        """Raise an error, as does every other use."""
-        raise self._error()
-
-    def __getitem__(self, item: Any) -> Any:
-        """Raise an error, as does every other use."""
-        raise self._error()
-
-    def __iter__(self) -> Any:
-        """Raise an error, as does every other use."""
-        raise self._error()
-
     def __getattr__(self, name: str) -> Any:
         """Raise an error, as does every other use."""
         if name.startswith("__"):  # `copy` and `pickle` ask for methods that an object may lack
             raise AttributeError(name)
-        raise self._error()
+        self._refuse()
 
-    def _error(self) -> ModelError:
-        return ModelError(
+    def _refuse(self, *_: object) -> NoReturn:
+        raise ModelError(
             f'"{self._name}" has another structure for another batch size, and a later stage reads it',
             hint="return a tensor whose first dimension counts the samples, instead of a list with an item per sample",
         )
+
+    __len__ = __getitem__ = __iter__ = _refuse
 
 
 Leaf = TensorLeaf | ArgumentLeaf | NamedLeaf | ConstantValue | SampleCount

@@ -109,16 +109,8 @@ def common_leaves(nest: Nest, common: Nest) -> list[int | None]:
 
     `common` is a result of `common_nest`. The position is None if `nest` has a nested value in place of the leaf.
     """
-    places: list[int | None] = []
-    first, open_items = 0, [(nest, common)]
-    while open_items:
-        item, shared = open_items.pop()
-        if shared.kind is not None:
-            open_items.extend(zip(reversed(item.children), reversed(shared.children), strict=True))
-            continue
-        places.append(first if item.kind is None else None)
-        first += len(leaf_names(item))
-    return places
+    positions = _aligned(iter(range(len(leaf_names(nest)))), nest, common)
+    return [None if position is ABSENT else position for position in positions]
 
 
 def _nest(value: Any, leaves: list[Any]) -> Nest:

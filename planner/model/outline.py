@@ -9,7 +9,7 @@ others. Two recorded forwards, with different batch sizes, show how the shapes o
 """
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -26,23 +26,18 @@ from planner.model.growth import (
     Shapes,
     cut_errors,
     sendable_results,
-    shape_at,
     shapes_in_both_recordings,
 )
 from planner.model.layout import meta_tensor_like
+from planner.model.leaves import TensorLeaf
 from planner.model.nests import flatten, unflatten
 from planner.model.recorder import record
-from planner.model.recording import END, FunctionResult, Recording
+from planner.model.recording import END, FunctionResult, ModuleCall, Recording
 from planner.model.refusals import explain_error
 from planner.model.seeding import seeded_draws
-from planner.model.spans import (
-    assign_unread_tensors,
-    layer_names,
-    modules_in,
-    repeated_reads_and_writes,
-    storages_at,
-    writes_into,
-)
+
+_Span = tuple[int, int]
+"""Positions in the recorded forward where a layer begins (0 for the first) and ends (`END` for the last layer)."""
 
 _MANY_PARTS = 2
 """Number of tensors sent only for repeated code, minus the number of its results, from which the user gets a note."""
@@ -112,7 +107,8 @@ class ModelOutline:
 
     def shape_of(self, index: int, batch_size: int) -> tuple[int, ...]:
         """Return the shape of the tensor `Recording.values[index]` in a batch of `batch_size` samples."""
-        return shape_at(self.shapes[index], batch_size)
+        added, step = batch_size - SIZES[0], SIZES[1] - SIZES[0]
+        return tuple(max(0, a + (b - a) * added // step) for a, b in zip(*self.shapes[index], strict=True))
 
     def batch_size_of(self, indices: Sequence[int], tensors: Sequence[Tensor]) -> int:
         """Return the number of samples in a batch, from some tensors and their indices in `Recording.values`."""
@@ -120,7 +116,7 @@ class ModelOutline:
             # Only a dimension that grows with the batch determines the size; those of a common mask are constant.
             for a, b, length in zip(*self.shapes[index], tensor.shape, strict=True):
                 if a != b:
-                    # This is the formula of `shape_at`, solved for the number of samples.
+                    # This is the formula of `shape_of`, solved for the number of samples.
                     return SIZES[0] + (length - a) * (SIZES[1] - SIZES[0]) // (b - a)
         return SIZES[0]
 
@@ -195,19 +191,21 @@ def _outline_of_cuts(
     cuts: PossibleCuts, model: nn.Module, ends: Sequence[tuple[int, str]], shapes: Shapes, *, prevented: str
 ) -> ModelOutline:
     recording, chosen = cuts.recording, tuple(cut for cut, _ in ends)
-    edges = (0, *chosen, END)
-    spans = list(pairwise(edges))
+    spans = list(pairwise((0, *chosen, END)))
     crossings = tuple(cuts.crossing(cut).values for cut in chosen)
-    # There is no cut before the first layer or after the last.
-    storages = [storages_at(recording, time, values) for time, values in zip(edges, ((), *crossings, ()), strict=True)]
-    modules = tuple(modules_in(recording, span) for span in spans)
-    repeated = [repeated_reads_and_writes(cuts, cut) for cut in chosen]
-    model_tensors = assign_unread_tensors([cuts.model_tensors(*span) for span in spans], recording, model, spans)
+    inputs = tuple(leaf.number for leaf in recording.inputs if isinstance(leaf, TensorLeaf))
+    # The uses of a version are in order, and no use is later than `END`.
+    outputs = {data["storage"] for data in recording.flow.nodes.values() if data["uses"] and data["uses"][-1] == END}
+    # Storages of the model's inputs, of the tensors that cross each cut, and of the outputs.
+    storages = [*({recording.values[n][0] for n in values} for values in (inputs, *crossings)), outputs]
+    modules = tuple(_modules_in(recording, span) for span in spans)
+    repeated = [_repeated_reads_and_writes(cuts, cut) for cut in chosen]
+    model_tensors = _assign_unread_tensors([cuts.model_tensors(*span) for span in spans], recording, model, spans)
     return ModelOutline(
         recording=recording,
         shapes=shapes,
         cuts=chosen,
-        names=layer_names(model, modules),
+        names=_layer_names(model, modules),
         ends=tuple(name for _, name in ends),
         modules=modules,
         model_tensors=model_tensors,
@@ -215,7 +213,7 @@ def _outline_of_cuts(
         repeated_model_tensors=tuple(names for names, _ in repeated),
         overwritten=tuple(written for _, written in repeated),
         writes=tuple(
-            writes_into(recording, span, received) for span, received in zip(spans, storages[:-1], strict=True)
+            _writes_into(recording, span, received) for span, received in zip(spans, storages[:-1], strict=True)
         ),
         aliases=tuple(bool(received & passed_on) for received, passed_on in pairwise(storages)),
         repeated_code_counts=tuple(map(cuts.count_operands_and_results, chosen)),
@@ -230,7 +228,7 @@ def _outline_of_cuts(
 
 def _named_cuts(recording: Recording, model: nn.Module, cuts: Sequence[int]) -> list[tuple[int, str]]:
     spans = pairwise((0, *cuts, END))
-    return list(zip(cuts, layer_names(model, (modules_in(recording, span) for span in spans)), strict=False))
+    return list(zip(cuts, _layer_names(model, (_modules_in(recording, span) for span in spans)), strict=False))
 
 
 def _recorded(
@@ -276,3 +274,80 @@ def _without_errors(errors: dict[int, ModelError], chosen: Sequence[int], proble
         raise next(iter(errors.values()))
     problems.extend(error.message for error in errors.values())
     return sound
+
+
+def _modules_in(recording: Recording, span: _Span) -> tuple[str, ...]:
+    """Return the paths of the largest modules that run completely in a span, in order."""
+    whole = [call for call in recording.calls[1:] if _is_whole(call, span)]
+    tops = [call.path for call in whole if not _is_whole(recording.calls[call.parent], span)]
+    return tuple(dict.fromkeys(tops))
+
+
+def _is_whole(call: ModuleCall, span: _Span) -> bool:
+    return call.number > 0 and span[0] <= call.enter and call.exit < span[1]
+
+
+def _layer_names(model: nn.Module, modules: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
+    """Return a name for every layer: the path of its module with the most parameters.
+
+    The second layer with the same name gets the suffix `#2`. `modules` are the paths of each layer's modules.
+    """
+    by_path = dict(model.named_modules(remove_duplicate=False))
+    counts: dict[str, int] = {}
+    names = []
+    for paths in modules:
+        # A layer may contain no complete module, only code between modules.
+        sizes = {path: sum(p.numel() for p in by_path[path].parameters()) for path in paths}
+        name = max(sizes, key=sizes.__getitem__, default="rest")
+        counts[name] = counts.get(name, 0) + 1
+        names.append(name if counts[name] == 1 else f"{name}#{counts[name]}")
+    return tuple(names)
+
+
+def _writes_into(recording: Recording, span: _Span, storages: set[int]) -> bool:
+    inside = (operator for operator in recording.operators if span[0] <= operator.time < span[1])
+    return any(recording.flow.nodes[version]["storage"] in storages for o in inside for version in o.writes)
+
+
+def _repeated_reads_and_writes(cuts: PossibleCuts, cut: int) -> tuple[frozenset[str], frozenset[int]]:
+    """Return the parameters and buffers that code reads again after a cut, and the storages that it writes again."""
+    flow = cuts.recording.flow.nodes
+    numbered = enumerate(cuts.recording.operators)
+    repeated = [
+        o for number, o in numbered if (o.model_tensors or o.writes) and cuts.repeated_code.is_repeated(number, cut)
+    ]
+    return (
+        frozenset(name for operator in repeated for name in operator.model_tensors),
+        frozenset(flow[version]["storage"] for operator in repeated for version in operator.writes),
+    )
+
+
+def _assign_unread_tensors(
+    model_tensors: Sequence[frozenset[str]], recording: Recording, model: nn.Module, spans: Sequence[_Span]
+) -> tuple[frozenset[str], ...]:
+    """Return each layer's parameters and buffers, by name, including those that the recorded forward did not read.
+
+    A tensor that was not read, such as a weight of an unused expert, belongs to the layer that first calls the tensor's
+    module or the nearest enclosing module.
+    """
+    read_names = frozenset(name for names in model_tensors for name in names)
+    named = [*model.named_parameters(), *model.named_buffers()]
+    # Tensors are compared by identity, because the forward may have read a tied tensor under another name.
+    placed = {id(tensor) for name, tensor in named if name in read_names}
+    layer_of: dict[str, int] = {}
+    for layer, span in enumerate(spans):
+        for call in recording.calls[1:]:
+            # The first call of a module decides.
+            if span[0] <= call.enter < span[1]:
+                layer_of.setdefault(call.path, layer)
+    complete = list(model_tensors)
+    for name, tensor in named:
+        if name in read_names or id(tensor) in placed:
+            continue
+        path = name.rpartition(".")[0]
+        # If no enclosing module was called, the tensor is assigned to the first layer.
+        while path and path not in layer_of:
+            path = path.rpartition(".")[0]
+        complete[layer_of.get(path, 0)] |= {name}
+        placed.add(id(tensor))
+    return tuple(complete)

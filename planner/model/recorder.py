@@ -24,10 +24,9 @@ from planner.model.carried_state import (
 from planner.model.differentiation import refuse_autograd_grad, without_shape_log
 from planner.model.functions import FunctionCall, FunctionWatch, is_in_vmap
 from planner.model.ghosts import SHAPE_ONLY, NeedsValuesError, storage_key, storage_of
-from planner.model.graphs import drop_graphs
 from planner.model.leaves import ArgumentLeaf, ConstantValue, Leaf, NamedLeaf, TensorLeaf, TensorMeta, is_plain
 from planner.model.loss_reads import addresses_read
-from planner.model.module_tensors import copy_buffers_temporarily, parameters_as_ghosts
+from planner.model.module_tensors import copy_buffers_temporarily, drop_graphs, parameters_as_ghosts
 from planner.model.nests import flatten, tensors_in, tensors_within
 from planner.model.operators import OperatorWatch, depends_on_values, written_tensors
 from planner.model.recording import END, CarriedState, FunctionResult, ModuleCall, RecordedOperator, Recording

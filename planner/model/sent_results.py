@@ -83,9 +83,8 @@ class SentResultFinder:
                 maker = data["operator"]
                 if not self._repeated_code.is_repeated(maker, cut):
                     # The tensor is an input or the result of a finished call, so it would be sent.
-                    replaced_bytes += sum(
-                        map(self._num_bytes, self._repeated_code.exposed_tensors(data["storage"], cut))
-                    )
+                    exposed = self._repeated_code.exposed_tensors(data["storage"], cut)
+                    replaced_bytes += sum(map(self._num_bytes, exposed))
                 elif maker in self.sent_results:
                     replaced_bytes += self._num_bytes(self.sent_results[maker].value)
                 else:

@@ -85,20 +85,16 @@ def shorten_model(loaded: LoadedModel, skipped: Sequence[SkippedModule], *, lean
     """
 
     def build() -> nn.Module:
-        return without_modules(build_lean(loaded.build) if lean else loaded.build(), skipped)
+        model = build_lean(loaded.build) if lean else loaded.build()
+        for each in skipped:
+            module = model.get_submodule(each.path)
+            tables: tuple[dict[str, Any], ...] = (module._modules, module._parameters, module._buffers)
+            for held in tables:
+                held.update(dict.fromkeys(held))  # The names stay, because code may ask whether there is a bias.
+            vars(module)["forward"] = _passing(each)
+        return model
 
     return replace(loaded, build=build, is_without_values=lean)
-
-
-def without_modules(model: nn.Module, skipped: Sequence[SkippedModule]) -> nn.Module:
-    """Make `skipped` modules return their input, and delete their parameters and submodules."""
-    for each in skipped:
-        module = model.get_submodule(each.path)
-        tables: tuple[dict[str, Any], ...] = (module._modules, module._parameters, module._buffers)
-        for held in tables:
-            held.update(dict.fromkeys(held))  # The names stay, because code may ask whether there is a bias.
-        vars(module)["forward"] = _passing(each)
-    return model
 
 
 def _passing(skipped: SkippedModule) -> Callable[..., Any]:

@@ -161,11 +161,8 @@ class SplitBackward:
             kwargs: Keyword arguments of the function.
         """
         # Most products have no trained weight. For speed, this cheap test comes first.
-        use = (
-            weight_operator_call(function, args, kwargs)
-            if self._is_trained(weight_argument(function, args, kwargs))
-            else None
-        )
+        is_trained = self._is_trained(weight_argument(function, args, kwargs))
+        use = weight_operator_call(function, args, kwargs) if is_trained else None
         if use is None or not self._can_be_deferred(use.operands):
             return function(*args, **kwargs)
         operands = use.operands
@@ -255,11 +252,8 @@ class _WeightOperation(torch.autograd.Function):
 
     @staticmethod
     def _gradients(ctx: Any, gradient: Tensor, x: Tensor, weight: Tensor) -> Any:
-        wanted = (
-            "now"
-            if torch.is_grad_enabled()
-            else _when_weight_gradients(ctx.leaves, is_split=ctx.split.collected is not None)
-        )
+        is_split = ctx.split.collected is not None
+        wanted = "now" if torch.is_grad_enabled() else _when_weight_gradients(ctx.leaves, is_split=is_split)
         if wanted == "now":
             return None, None, *_replayed(ctx, gradient, x)
         _, _, needs_x, _, needs_bias = ctx.needs_input_grad

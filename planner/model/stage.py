@@ -111,10 +111,9 @@ class ModelStage(nn.Module):
     @property
     def state_modules(self) -> list[nn.Module]:
         """Modules that own a parameter, a buffer or an attribute with state of the stage."""
-        paths = sorted(
-            {*(name.rpartition(".")[0] for name in self._part.model_tensors), *(path for path, _ in self._part.kept)}
-        )
-        return [self._part.model.get_submodule(path) for path in paths]
+        owners = {name.rpartition(".")[0] for name in self._part.model_tensors}
+        paths = owners.union(path for path, _ in self._part.kept)
+        return [self._part.model.get_submodule(path) for path in sorted(paths)]
 
     @property
     def tensors_of_repeated_code(self) -> list[Tensor]:

@@ -66,9 +66,8 @@ class StageForward:
         self._next = {0: 0}  # number of submodules that each open call has called
         self._inside = False  # True while a call runs as a whole, whose inner calls are not followed
         self._watch = FunctionWatch()
-        self._awaited: dict[
-            FunctionCall, FunctionResult
-        ] = {}  # results that the code must still compute before its next submodule
+        # Results that the code must still compute before its next submodule.
+        self._awaited: dict[FunctionCall, FunctionResult] = {}
         self._tensors: dict[int, Tensor] = {}  # received tensors and tensors to send, by index in `Recording.values`
         self._begun = part.begin == 0
         if self._begun:

@@ -31,13 +31,10 @@ class Operands(NamedTuple):
 class Product:
     """Product `x w + b` of an input x, which has two or more dimensions, and a weight w, which is a matrix."""
 
-    call: Callable[[Operands], Tensor]
+    forward: Callable[[Operands], Tensor]
+    """Function that returns the product of the operands, plus the bias if there is one."""
     is_transposed: bool
     """True if the weight has one row per output feature, as in a linear layer."""
-
-    def forward(self, operands: Operands) -> Tensor:
-        """Return the product of the operands, plus the bias if there is one."""
-        return self.call(operands)
 
     def input_gradient(self, gradient: Tensor, operands: Operands) -> Tensor:
         """Return the gradient of the input: `gradient` times the transposed weight."""
@@ -190,9 +187,9 @@ def _added(operands: Operands) -> Tensor:
     return torch.addmm(operands.bias, operands.x, operands.weight)
 
 
-_LINEAR: Final = Product(call=lambda operands: functional.linear(*operands), is_transposed=True)
-_MATMUL: Final = Product(call=lambda operands: torch.matmul(operands.x, operands.weight), is_transposed=False)
-_ADDMM: Final = Product(call=_added, is_transposed=False)
+_LINEAR: Final = Product(forward=lambda operands: functional.linear(*operands), is_transposed=True)
+_MATMUL: Final = Product(forward=lambda operands: torch.matmul(operands.x, operands.weight), is_transposed=False)
+_ADDMM: Final = Product(forward=_added, is_transposed=False)
 
 
 def _product(operator: Product, operands: Operands) -> WeightOperatorCall | None:
