@@ -267,8 +267,8 @@ class Trainer:
         frozen = next((name for name in trained if not self._parameters[name].requires_grad), None)
         if frozen is not None and self.losses:  # not in the first step, which the equivalence check has compared
             raise ModelError(
-                f'`forward` has frozen "{frozen}" after the first step: gradients of earlier micro-batches, whose '
-                "backward comes later, would be missing",
+                f'`forward` has frozen "{frozen}" after the first step: earlier micro-batches of this step, whose '
+                "backward is still to come, would give it no gradient",
                 hint="freeze parameters in train.py, between two steps",
             )
         return losses, loss

@@ -337,7 +337,7 @@ def _assign_unread_tensors(
     layer_of: dict[str, int] = {}
     for layer, span in enumerate(spans):
         for call in recording.calls[1:]:
-            # The first call of a module decides.
+            # If a module is called several times, its first call decides its layer.
             if span[0] <= call.enter < span[1]:
                 layer_of.setdefault(call.path, layer)
     complete = list(model_tensors)

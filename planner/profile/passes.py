@@ -24,7 +24,7 @@ from planner.profile.crossing import LayerOutputs, make_layer_inputs, own_storag
 from planner.profile.units import LayerToMeasure, MeasurementInput
 
 NoteEntry = Callable[[LayerToMeasure, MeasurementInput, float], None]
-"""Function of a layer, its input, and the time in microseconds before this layer in a stage that begins with it."""
+"""Function that takes a layer, its input, and the layer's entry time in microseconds (`LayerProfile.entry_us`)."""
 
 
 @dataclass(frozen=True, kw_only=True)

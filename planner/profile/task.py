@@ -75,8 +75,8 @@ class Measurements:
     samples: TimeSamples = field(default_factory=lambda: defaultdict(list))
     split_samples: TimeSamples = field(default_factory=lambda: defaultdict(list))
     entries_us: dict[tuple[str, int], list[float]] = field(default_factory=lambda: defaultdict(list))
-    """For layer names and micro-batch sizes, times before the layer in a stage that begins with it. They are not
-    stored, because the warm-up passes of each run measure them, too."""
+    """Entry times (`LayerProfile.entry_us`), by layer name and micro-batch size. The file of an interrupted run lacks
+    them, because the warm-up passes of each run measure them again."""
 
     def add_earlier(self, earlier: PartialProfile, warn: Callable[[str], None]) -> None:
         """Add measurements of an earlier run if its model and environment are equal; otherwise warn."""

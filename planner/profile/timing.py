@@ -177,9 +177,9 @@ def median_times(samples: Sequence[tuple[float, float]]) -> LayerTimes:
 def entry_times_us(
     names: Sequence[str], size: int, entries_us: Mapping[tuple[str, int], Sequence[float]]
 ) -> list[float]:
-    """Return the time before each layer in a stage that begins with this layer, in microseconds.
+    """Return the entry time of each layer (`LayerProfile.entry_us`), in microseconds.
 
-    Times of layers that were not measured, because an equal layer was, are interpolated between their neighbors'.
+    A layer that was not measured, because an equal layer was, gets a time interpolated between its neighbors'.
 
     Args:
         names: Name of every layer.

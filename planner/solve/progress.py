@@ -69,7 +69,7 @@ class SimulationBudget:
         return True
 
     def count(self, evaluator: Evaluator, num_partitions: int) -> None:
-        """Count the simulation of partitions as spent."""
+        """Add the actions of simulated partitions to the spent ones."""
         self.spent += -(-num_partitions // BLOCK) * evaluator.num_actions
 
     def affordable_partitions(self, evaluator: Evaluator) -> int:

@@ -223,7 +223,7 @@ class ChainCosts:
     forward_us: FloatArray
     backward_us: FloatArray
     entry_us: FloatArray
-    """Time before each layer in the forward of a stage that begins with it."""
+    """Entry time of each layer: from the start of a stage's forward to this layer, if it is the stage's first."""
     optimizer_us: FloatArray
     state: FixedLayerBytes
     optimizer_peaks_add: bool

@@ -121,7 +121,7 @@ class CostTable:
             (np.array([layer.entry_us[n] if layer.entry_us else 0.0 for layer in self._profile.layers]), weight)
             for n, weight in weights
         ]
-        # The dynamic programs need that no stage becomes faster if it also gets the layer before its first one.
+        # The dynamic programs require that no stage is faster if it also has the layer before its first one.
         before_us = prefix_sums(forward_us)[:-1]
         limited: FloatArray = before_us + np.minimum.accumulate(_blend(measured) - before_us)
         return np.maximum(limited, 0.0)

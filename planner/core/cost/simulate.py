@@ -233,8 +233,8 @@ def makespans(
 
 
 def _can_messages_queue(times: Mapping[str, FloatArray]) -> bool:
-    # Return False if no message can wait for an earlier one: if no transfer takes longer than the shortest action that
-    # sends a message, each transfer ends before its device sends again.
+    # Return True if a message may wait for an earlier one: if a transfer may take longer than the shortest action that
+    # sends a message. Otherwise, each transfer ends before its device sends again.
     longest_us = times["send_us"].max(initial=0)
     return any(bool((times[name] < longest_us).any()) for kind in "FBI" for name in _NAMES[kind] if name in times)
 

@@ -267,7 +267,7 @@ class LayerProfile:
     backward_us: tuple[float, ...]
     """Backward times without recomputation, one for each micro-batch size."""
     entry_us: tuple[float, ...] = ()
-    """Time before this layer in the forward of a stage that begins with it, such as to skip earlier layers."""
+    """Entry time: from the start of a stage's forward to this layer, if it is the first layer of the stage."""
     backward_input_us: tuple[float, ...] = ()
     """Time of the input-gradient pass (I), plus the additional time of the forward that prepares a split backward."""
     backward_weight_us: tuple[float, ...] = ()

@@ -43,11 +43,11 @@ _IN_PLACE_HINT = (
     "a new tensor instead"
 )
 _CRASH_HINT = (
-    "torch crashes if code between modules sets the `data` of a tensor to a tensor that another stage computes, as in "
-    "`self.mean.data = x.mean(0)`: do this in the module that uses the tensor"
+    "torch crashes if code between modules assigns a tensor of another stage to `.data`, as in `self.mean.data = "
+    "x.mean(0)`: move this assignment into the module that uses `self.mean`"
 )
 _HINTS = {"modified by an inplace operation": _IN_PLACE_HINT, "ended by SIGSEGV": _CRASH_HINT}
-"""Hints by a part of the message of a child process."""
+"""Hints, by a text that occurs in the error message of a child process."""
 
 _DRAWS = 2  # one is not enough, because a change may or may not flip a ReLU
 """Number of random changes of the parameters with which the amplification of rounding errors is measured."""

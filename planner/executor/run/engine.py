@@ -207,19 +207,19 @@ class Engine:
         return losses
 
     def check_gradients_sent(self) -> None:
-        """Check that no stage has sent only zeros as gradients in the last step.
+        """Check that each stage has sent a gradient other than zeros in the last step.
 
         Raises:
-            ModelError: A stage has: a plain loop would have no gradients at all.
+            ModelError: A stage has sent only zeros; in a plain loop, there would be no gradients.
         """
         for stage in self._stages:
             if stage.index in self._with_gradient or not _tensors_with_gradient(stage.received) or not stage.index:
                 continue
             raise ModelError(
-                f"no micro-batch of this step has a gradient before stage {stage.index}: a plain loop would leave the "
-                "parameters before it without gradients, but stages send zeros, with which an optimizer may step them",
-                hint="if a layer detaches its input in some steps, give each phase its own `--set` setting, profile "
-                "and plan, and continue with `--weights`",
+                f"in this step, no gradient reaches the stages before stage {stage.index}: in a plain loop, their "
+                "parameters would have no gradients; here they get zeros, and an optimizer may change them",
+                hint="if a layer detaches its input in some steps only, train these steps in a run of their own, with "
+                "another `--set` value, profile and plan, and load the weights with `--weights`",
             )
 
     def _weigh_losses(self) -> list[Tensor]:

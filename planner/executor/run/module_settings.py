@@ -20,7 +20,7 @@ Settings = dict[tuple[str, str], Any]
 
 
 class ModuleSettings:
-    """Settings of modules that this rank's layers may reach, although the modules run on other ranks.
+    """Settings of modules that run on other ranks, but that layers of this rank can reach.
 
     Args:
         model: The whole model, in which a module is found by its path.
@@ -48,7 +48,7 @@ class ModuleSettings:
         return {key: value for after, before in pairs for key, value in after.items() if before.get(key) != value}
 
     def check_equal(self, changed_of_ranks: Sequence[Settings]) -> None:
-        """Compare the settings that any rank has changed with those of the modules that run on this rank.
+        """Check that the settings of the modules that run on this rank equal the changed settings of all ranks.
 
         Raises:
             TrainingError: A setting differs.
@@ -58,9 +58,9 @@ class ModuleSettings:
             for (path, name), value in changed.items():
                 if any(own == path and settings.get((path, name)) != value for own, settings in ours):
                     raise TrainingError(
-                        f'a layer of another rank has changed {name} of "{path}" after the first step, and this rank '
-                        "runs its own copy of the module, without the change",
-                        hint="let each module change only itself, by what its `forward` receives",
+                        f'a layer of another rank has changed {name} of "{path}" after the first step, but this rank '
+                        "runs the module, and its copy does not have the change",
+                        hint="let each module change only itself, and decide this from the inputs of its own `forward`",
                     )
 
     def _settings(self, path: str, module: nn.Module) -> Settings:

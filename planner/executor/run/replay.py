@@ -228,8 +228,8 @@ class LayerState:
         now = self.snapshot()
         if now.structure != snapshot.structure:
             raise ModelError(
-                "`forward` has changed a module's hooks, submodules or trained parameters after other micro-batches, "
-                "which cannot be recomputed as they were",
+                "`forward` has changed a module's hooks, submodules or trained parameters: earlier micro-batches used "
+                "the old ones, so they cannot be recomputed",
                 hint="plan with `--recompute never`",
             )
         buffers = [(module._buffers, list(module._buffers)) for module in self._modules]

@@ -164,7 +164,7 @@ class StageModule(nn.Module):
         return finished
 
     def reachable_modules(self) -> Iterator[tuple[str, nn.Module, bool]]:
-        """Yield path and module of the modules that this stage's process has for this stage, and if it may run them."""
+        """Yield path, module, and whether the stage may run it, for each module that the process has for this stage."""
         for name, layer in zip(self._names, self._layers, strict=True):
             if isinstance(layer, ModelStage):
                 running = {*layer.running_paths, *layer.constant_paths}
@@ -183,7 +183,7 @@ class StageModule(nn.Module):
 
     def _forward(self, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
         targets = self.targets[self.micro_batch] if self._loss_fn is not None else None
-        # If no output should carry a gradient, `_run` notes if one does now; a forward without a graph would not.
+        # If no output should have a gradient, the forward runs with a graph, in which `_run` finds one that has.
         is_recomputed = self._recomputes(self.micro_batch) and (any(self._carries) or not self._carries)
         if not is_recomputed or not self._has_backward(tensors):
             return self._run(None, self.micro_batch, targets, *tensors)

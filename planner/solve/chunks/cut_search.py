@@ -91,7 +91,7 @@ class CutSearch(Descent[PartitionCandidate]):
     def _step_us_after_moves(
         self, candidate: PartitionCandidate, moves: IntArray, cuts: IntArray, choices: IntArray
     ) -> FloatArray:
-        # Restarts, and other searches of the same case, often lead to a partition again.
+        # Restarts, and other searches of a case, often reach the same partition again.
         self.progress.budget.count(self.evaluator, len(moves))
         key = candidate.cuts.tobytes() + candidate.choices.tobytes()
         known_us = self.evaluator.case.moved_us.setdefault(key, np.full(len(self.moves), np.nan))

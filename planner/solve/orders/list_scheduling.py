@@ -135,7 +135,7 @@ class _ListScheduler(ABC):
         turns = [(0.0, self.tables.first_device)]
         while turns:
             now_us, device = heappop(turns)
-            # A busy device has another turn when it becomes free.
+            # A busy device gets another turn when it becomes free.
             act = choose(device, now_us) if now_us >= free_us[device] else None
             if act is None:
                 continue
@@ -156,13 +156,13 @@ class _ListScheduler(ABC):
             (other, link, send_us, blocking), arrivals = down[stage] if kind == "F" else up[stage]
             if link < 0:
                 arrivals.append(end_us)
-                continue  # the device itself needs the result, and has a turn when its action ends
+                continue  # the result stays on this device, which gets a turn when the action ends
             # A blocking link would keep the receiver busy. This simulation only delays the arrival.
             begin_us = end_us if blocking or end_us > links_us[link] else links_us[link]
             arrival_us = links_us[link] = begin_us + send_us
             arrivals.append(arrival_us)
             if arrival_us >= free_us[other]:
-                heappush(turns, (arrival_us, other))  # otherwise the receiver has a turn when it becomes free
+                heappush(turns, (arrival_us, other))  # otherwise the receiver gets a turn when it becomes free
         if not self.is_complete():
             return None
         spans = zip(free_us, begins_us, self.problem.own_us, strict=True)

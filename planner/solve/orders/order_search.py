@@ -229,13 +229,13 @@ class OrderSearch:
         return True
 
     def _fits_like(self, order: ActionOrder, rows: _Rows) -> bool:
-        # Return True if the order fits; `rows` is an order that fits.
+        # Return True if `order` fits. `rows` is known to fit, so an equal order is not checked again.
         return self._count_check(order.rows == rows or self._fits(order.actions()))
 
     def _fits_exactly(self, rows: Rows) -> bool:
         return self._count_check(self._fits(rows))
 
-    def _count_check(self, fits: bool) -> bool:  # noqa: FBT001 - called by two
+    def _count_check(self, fits: bool) -> bool:  # noqa: FBT001 - called by two methods
         self.spent += _CHECK_ORDERS * 3 * len(self._problem.times) * self._problem.micro_batches
         self._num_fitting, self._num_refused = self._num_fitting + fits, self._num_refused + (not fits)
         return fits

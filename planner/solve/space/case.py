@@ -79,7 +79,7 @@ class Case:
     Keys of different numbers of stages have different lengths.
     """
     moved_us: dict[bytes, FloatArray] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """As `known_us`, for many partitions per key: entry n is for the key's partition after move n of a local search.
+    """Like `known_us`, for the neighbors of a partition: entry n is for the key's partition after move n of a search.
 
     The entry is NaN if the step time is unknown.
     """
