@@ -18,7 +18,8 @@ _SPARE = frozenset({BoundaryTensor, MemoryDetail, ProgramMemory, Proof, SplitMem
 def to_plain(value: Any) -> Any:
     """Convert a dataclass, with all values in it, to plain dicts and lists.
 
-    Fields with a default are left out if they are None or empty; fields marked `LEFT_OUT`, if they have their default.
+    A field with a default is left out if it is None or empty. A field marked `LEFT_OUT` is left out if it has its
+    default value.
     """
     kind = type(value)
     if kind in _ATOMS:

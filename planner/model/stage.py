@@ -71,7 +71,8 @@ class ModelStage(nn.Module):
     def call_at_layers(self, listener: Callable[[int], None]) -> None:
         """In each forward, call `listener` when a layer begins, with its index in the stage.
 
-        The index is negative if the stage runs code of an earlier layer again. The previous layer has index -1.
+        If the stage runs code of layers before its first layer again, their indices are negative: the layer directly
+        before the first layer has index -1.
         """
         self._part.call_at_layers(listener)
 

@@ -342,7 +342,7 @@ def fastest_schedules_us(answers: Iterable[Answer], most: int) -> dict[ScheduleN
 
 
 def key_without_schedule(case: Case) -> tuple[object, ...]:
-    """Return a key that is equal for cases that differ only in the schedule, but not in the placement of stages."""
+    """Return a key that is equal for two cases if only their schedules differ, and these place the stages alike."""
     return CaseKey.of(case)._replace(schedule=GPIPE), case.schedule.placement
 
 

@@ -378,7 +378,10 @@ def _peak_part_counts(row: tuple[Action, ...], program: tuple[Instruction, ...],
 
 
 def optimizer_step_counts(chunks: int) -> IntArray:
-    """Return counts during the optimizer's step: entry [u, c, p] for part p of chunk c while chunk u is updated."""
+    """Return how often each allocation exists during the optimizer's step, shape (chunks, chunks, parts).
+
+    Entry [u, c, p] is the number of allocations of kind p (an index into `PARTS`) of chunk c, while chunk u is updated.
+    """
     steps = np.zeros((chunks, chunks, len(PARTS)), np.int64)
     steps[:, :, _PLACE["gradients"]] = 1
     steps[np.arange(chunks), np.arange(chunks), _PLACE["optimizer_step"]] = 1

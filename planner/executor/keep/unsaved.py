@@ -37,8 +37,9 @@ _STORED = ("state", "param_groups", "defaults", "step")
 def other_objects_with_state(model: nn.Module, stages: Sequence[StageModule], optimizer: Optimizer) -> dict[str, Any]:
     """Return objects whose `state_dict()` a checkpoint stores in addition to tensors of model and optimizer, by name.
 
-    They have the extra state of modules, and state of an optimizer outside `torch.optim` that belongs to no parameter.
-    All ranks have objects of the same names, also ranks whose modules have no extra state.
+    One object has the extra state of all modules. If the optimizer is not one of `torch.optim`, another has those parts
+    of its state that belong to no parameter. All ranks have objects of the same names, also ranks whose modules have no
+    extra state.
 
     Args:
         model: The whole model.

@@ -52,7 +52,10 @@ def _with_range(value: float, ends: tuple[float, float], end: int, unit: str) ->
 
 
 def fit_words(plan: Plan, certainty: Certainty | None) -> str:
-    """Return the `memory_fit` of a plan; if no similar peak was measured, `fits as predicted` instead of `fits`."""
+    """Return the `memory_fit` of a plan in words.
+
+    If the peaks have no error range, because no similar plan was measured, `fits` becomes `fits as predicted`.
+    """
     fit = memory_fit(plan, certainty)
     unknown = certainty is not None and not certainty.device_bytes
     return "fits as predicted" if unknown and fit == "fits" else fit

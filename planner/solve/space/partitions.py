@@ -297,9 +297,10 @@ class Evaluator:
 
     @cached_property
     def parts(self) -> FloatArray:
-        """Bytes of every possible stage: permanent, then of each kind of allocation (`PARTS`), on the last axis.
+        """Bytes of every possible stage, shape (choices, layers + 1, width, 1 + kinds of allocations).
 
-        Entry [choice, end, width - n] is for the stage of the n layers before layer `end`.
+        Entry [choice, end, width - n] is for the stage of the n layers before layer `end`. It has the permanent bytes,
+        then those of one allocation of each kind (`PARTS`).
         """
         parts = np.zeros((len(CHOICES), self.case.costs.num_layers + 1, self.width, 1 + len(PARTS)))
         parts[self.allowed] = np.inf
