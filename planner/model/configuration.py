@@ -37,7 +37,7 @@ TASKS: Final = {
 """Tasks for which models of a config.json can be trained, by name."""
 
 
-def configuration_module(path: str) -> ModuleType:
+def model_module_from_configuration(path: str) -> ModuleType:
     """Return a module with `build_model` and `example_batch` for the model of a config.json; needs transformers."""
     check_configuration_packages()
     transformers = import_module("transformers")

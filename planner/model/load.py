@@ -21,7 +21,7 @@ from planner.core.values.profile import CountedLabels, Granularity, Setting
 from planner.model.autocast import forward_context
 from planner.model.calling import arguments_of
 from planner.model.chain import Chain, chain_of
-from planner.model.configuration import configuration_module
+from planner.model.configuration import model_module_from_configuration
 from planner.model.copying import copy_module
 from planner.model.default_loss import DefaultLoss
 from planner.model.growth import SIZES
@@ -243,7 +243,7 @@ def _import(source: str) -> tuple[str, ModuleType, str | None]:
         hint = "give the path of a Python file that defines your model, or of a config.json; nothing is downloaded"
         raise FileError("no such file", path=path, hint=hint)
     if file.suffix == ".json":
-        return path, configuration_module(path), entry if colon else None
+        return path, model_module_from_configuration(path), entry if colon else None
     if file.suffix != ".py":
         raise FileError("is not a Python file (its name must end in .py)", path=path)
     imported = sys.modules.get(file.stem)

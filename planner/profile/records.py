@@ -25,7 +25,7 @@ _MEMORY_PASSES = 10
 
 
 @dataclass(frozen=True, kw_only=True)
-class SizedLayer:
+class LayerAtSize:
     """Layer to measure, with one micro-batch size."""
 
     key: LayerKey
@@ -41,7 +41,7 @@ class MeasurementHooks:
 
     device: torch.device
     """Device on which layers run."""
-    record: Callable[[Sequence[SizedLayer]], None]
+    record: Callable[[Sequence[LayerAtSize]], None]
     """Function that measures layers and stores the results in `ProfilingTask.measurements`."""
     prepare: Callable[[Sequence[LayerToMeasure]], None] = lambda _: None
     """Function that is called with all layers before the first one runs."""
@@ -113,7 +113,7 @@ def record_sizes(task: ProfilingTask, hooks: MeasurementHooks) -> LayerRecords:
     return LayerRecords(units=units, sizes=tuple(sizes), inputs=inputs)
 
 
-def record_memory(sized_units: Sequence[SizedLayer], task: ProfilingTask, meter: MemoryMeter) -> None:
+def record_memory(sized_units: Sequence[LayerAtSize], task: ProfilingTask, meter: MemoryMeter) -> None:
     """Measure the memory of each layer that has no measurement yet.
 
     Args:
@@ -138,18 +138,18 @@ def record_memory(sized_units: Sequence[SizedLayer], task: ProfilingTask, meter:
 
 def _traced_at(
     task: ProfilingTask, hooks: MeasurementHooks, first: tuple[LayerToMeasure, ...], size: int
-) -> tuple[tuple[LayerToMeasure, ...], list[SizedLayer]]:
+) -> tuple[tuple[LayerToMeasure, ...], list[LayerAtSize]]:
     units, traced = trace_layers(task.chain, task.loaded, size, hooks.device, ghosts=task.lean)
     if not first:
         for text in task.loaded.notes:  # the layers have run, so the default loss is known
             task.note(text)
         first = units
         hooks.prepare(units)
-    sized_units: dict[LayerKey, SizedLayer] = {}
+    sized_units: dict[LayerKey, LayerAtSize] = {}
     for at_first, unit in zip(first, units, strict=True):
         key = (at_first.digest, size)
         if key not in sized_units:
-            sized_units[key] = SizedLayer(key=key, unit=unit, received=hooks.received(traced[unit.digest]))
+            sized_units[key] = LayerAtSize(key=key, unit=unit, received=hooks.received(traced[unit.digest]))
     return first, list(sized_units.values())
 
 

@@ -174,7 +174,7 @@ class _StageBytes(NamedTuple):
 def _stage_bytes(device: int, evaluation: Evaluation) -> list[_StageBytes]:
     partition, schedule = evaluation.partition, evaluation.partition.schedule_object
     if not schedule.has_known_peak_points:
-        chunks = [evaluation.chunks[k] for k in partition.chunks_of(device)]
+        chunks = [evaluation.chunk_memories[k] for k in partition.chunks_of(device)]
         return [_StageBytes(np.array([float(chunk.always.total)]), chunk.parts[:, None]) for chunk in chunks]
     stages, recompute = single_stage_table(
         evaluation.costs.of_replicas(partition.replicas),

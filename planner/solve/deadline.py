@@ -61,7 +61,7 @@ class Deadline:
         """Return a deadline after the fraction `part` of the remaining time; `self` if there is no time limit."""
         return replace(self, ends_s=time.monotonic() + part * max(0.0, self.left_s)) if self.is_limited else self
 
-    def note(self, step_us: float, schedule: ScheduleName) -> None:
+    def report_plan(self, step_us: float, schedule: ScheduleName) -> None:
         """Report the step time and schedule of a new plan to `watch`."""
         self.watch.on_plan(step_us, schedule, self.least_us)
 

@@ -247,7 +247,7 @@ def search_cases(
         limits = replace(share, most_actions=most_actions, best_us=upper_us, enough_us=enough_us)
         answer = _answer(search, case, upper_us=near_us, deadline=limits)
         if results.record(case, answer, least_us):
-            deadline.note(results.upper_us, case.schedule.name)
+            deadline.report_plan(results.upper_us, case.schedule.name)
     searched = SearchedCases(results.best, results.bounds_us, results.complete, results.answers)
     return (
         improve_fastest_answers(searched, request, deadline)

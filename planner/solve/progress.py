@@ -94,7 +94,7 @@ class Progress:
     """Lower bound of the step times of partitions that are not searched yet."""
 
     @property
-    def useful_us(self) -> float:
+    def step_to_beat_us(self) -> float:
         """Step time to beat. Partitions whose lower bound is not below this time need not be searched."""
         return min(self.upper_us, self.deadline.best_us)
 
@@ -158,7 +158,7 @@ class Progress:
         # Rounding makes equal times differ slightly. Keep the first of equal partitions.
         if step_us[at] < self.upper_us * (1 - SAME):
             self.upper_us = float(step_us[at])
-            self.deadline.note(self.upper_us, self.case.schedule.name)
+            self.deadline.report_plan(self.upper_us, self.case.schedule.name)
             self.best = evaluator.case.partition(cuts[at], choices[at])
         return step_us
 

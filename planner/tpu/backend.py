@@ -30,7 +30,7 @@ from planner.profile.backends.estimated import GhostMeter, as_ghosts_if_lean
 from planner.profile.layers import BackendResult, MeasuredCosts, layer_profiles
 from planner.profile.memory import measure_weight_casts
 from planner.profile.optimizer import OptimizerCost, trained_parameters
-from planner.profile.records import LayerRecords, MeasurementHooks, SizedLayer, record_sizes
+from planner.profile.records import LayerAtSize, LayerRecords, MeasurementHooks, record_sizes
 from planner.profile.task import ProfilingTask
 from planner.profile.timing import LayerTimes
 from planner.profile.units import LayerKey
@@ -157,7 +157,7 @@ class CompiledBackend:
 
 
 def _compile(
-    jobs: Sequence[SizedLayer], task: ProfilingTask, compiler: Compiler, layers: dict[LayerKey, CompiledLayer]
+    jobs: Sequence[LayerAtSize], task: ProfilingTask, compiler: Compiler, layers: dict[LayerKey, CompiledLayer]
 ) -> None:
     _, size = jobs[0].key
     task.steps.begin(f"{len(jobs)} layers of {size} samples", size * len(jobs))

@@ -30,9 +30,9 @@ from planner.tpu.optimizers import OptimizerRule
 from planner.tpu.outcomes import CompiledLayer, CompiledOptimizerStep
 from planner.tpu.programs import (
     CompiledProgram,
+    array_kinds_in_loops,
     bytes_in_loops,
     compile_program,
-    kinds_in_loops,
     kinds_of_arrays,
     make_depend_on_array,
     num_bytes,
@@ -167,9 +167,9 @@ def _layer_of(
         flops=forward.flops,
         narrowed_inputs_bytes=sum(padded_bytes(shape) // 2 for shape in function.inputs if _narrowed_bytes(shape)),
         trained_kinds=kinds_of_arrays(trained, list(map(padded_bytes, trained))),
-        made_kinds=kinds_in_loops(split.made_shapes, created, readers.made),
-        input_kinds=kinds_in_loops(function.inputs, inputs, readers.inputs),
-        output_kinds=kinds_in_loops(split.outputs, outputs, readers.outputs),
+        made_kinds=array_kinds_in_loops(split.made_shapes, created, readers.made),
+        input_kinds=array_kinds_in_loops(function.inputs, inputs, readers.inputs),
+        output_kinds=array_kinds_in_loops(split.outputs, outputs, readers.outputs),
         narrow_inputs=readers.inputs_in_backward,
     )
 

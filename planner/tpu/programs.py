@@ -182,7 +182,7 @@ def kinds_of_arrays(shapes: Sequence[jax.ShapeDtypeStruct], sizes: Sequence[int]
     return tuple(_kind_of_array(shape, size, size) for shape, size in zip(shapes, sizes, strict=True))
 
 
-def kinds_in_loops(
+def array_kinds_in_loops(
     shapes: Sequence[jax.ShapeDtypeStruct], sizes: Sequence[int], only_matmul_operands: Sequence[bool]
 ) -> tuple[ArrayKind, ...]:
     """Return the kind (type, shape and bytes) of each array in a loop over micro-batches.

@@ -203,7 +203,7 @@ class Evaluation:
         ] * times.backward_us - spared, recompute_us
 
     @cached_property
-    def chunks(self) -> tuple[ChunkMemory, ...]:
+    def chunk_memories(self) -> tuple[ChunkMemory, ...]:
         """Memory of each stage. Parameters that several stages of a device share count once."""
         partition, intervals = self.partition, self.partition.intervals()
         costs = self.costs.of_replicas(partition.replicas)
@@ -245,7 +245,7 @@ class Evaluation:
         memories = [StageMemory()] * num_stages
         for device, counts in enumerate(peak_allocation_counts(self.actions)):
             stages = partition.chunks_of(device)
-            chunks = [self.chunks[k] for k in stages]
+            chunks = [self.chunk_memories[k] for k in stages]
             for k, memory in zip(stages, chunk_memory_at_peak(chunks, counts, self.cluster.reserve_bytes), strict=True):
                 memories[k] = memory
         return tuple(memories)

@@ -120,7 +120,7 @@ def _branch_from_weakest(progress: Progress, bounds: list["_DeviceBound"]) -> No
     while bounds:
         weakest = min(range(len(bounds)), key=lambda n: bounds[n].least_us)
         evaluator, least_us, linear = bounds[weakest]
-        enough_us = min(progress.useful_us, progress.deadline.enough_us)
+        enough_us = min(progress.step_to_beat_us, progress.deadline.enough_us)
         if linear is None or weakest in branched or least_us >= enough_us:
             return
         branched.add(weakest)
@@ -157,7 +157,7 @@ def evaluators_by_devices(progress: Progress) -> Iterator[tuple[Evaluator, float
         return
     for num_devices in range(case.num_devices, 0, -1):
         least_us = progress.rest_us = max(progress.case.least_step_us(num_devices), case.bound_us)
-        if least_us >= progress.useful_us:
+        if least_us >= progress.step_to_beat_us:
             return
         evaluator = Evaluator(case, num_devices)
         cells = (case.costs.num_layers + 1) * evaluator.width * len(evaluator.allowed)
@@ -255,7 +255,7 @@ def _improve(
     linear = solve_linear_program(progress, evaluator, starts, enough_us=enough_us) if needs_linear_program else None
     if linear is not None:
         least_us = max(least_us, linear.solution.bound_us)
-        if least_us >= progress.useful_us:
+        if least_us >= progress.step_to_beat_us:
             return _DeviceBound(evaluator, least_us, linear)
     # If time runs out during this search, plans on fewer devices are not searched either.
     fewer = evaluator.num_devices - 1
@@ -304,7 +304,7 @@ def solve_linear_program(
     scale_us = progress.upper_us if progress.upper_us < inf else evaluator.case.bound_us
     search = BranchAndBound(LinearProgram(evaluator, starts[0], scale_us=scale_us))
     limit_s = _bound_limit_s(progress)
-    upper_us = min(progress.useful_us, enough_us)
+    upper_us = min(progress.step_to_beat_us, enough_us)
     first = search.solve(upper_us=upper_us, most_iterations=_ITERATIONS * size, limit_s=limit_s)
     return None if first is None else LinearBound(first, search)
 
@@ -323,7 +323,9 @@ def branch_and_bound_us(progress: Progress, evaluator: Evaluator, linear: Linear
         return 0.0
     size = approximate_num_constraints(evaluator)
     most = min(_BRANCHED * size, _MOST_BRANCHED // size)
-    return linear.branch_and_bound.branch(progress.useful_us, most_iterations=most, limit_s=_bound_limit_s(progress))
+    return linear.branch_and_bound.branch(
+        progress.step_to_beat_us, most_iterations=most, limit_s=_bound_limit_s(progress)
+    )
 
 
 def _bound_limit_s(progress: Progress) -> float:

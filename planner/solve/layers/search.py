@@ -107,7 +107,7 @@ def _search(progress: Progress, evaluator: Evaluator, least_us: float, initial: 
     if linear is not None:
         least_us = max(least_us, linear.solution.bound_us)
         starts = starts if linear.solution.cuts is None else [linear.solution.cuts, *starts]
-    if least_us >= progress.useful_us:
+    if least_us >= progress.step_to_beat_us:
         return least_us
     search.search(starts, actions_per_descent(progress, evaluator), initial)
     return max(least_us, branch_and_bound_us(progress, evaluator, linear))
