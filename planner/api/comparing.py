@@ -42,7 +42,10 @@ def compare(*plans: File | Plan) -> Comparison:
 def read_plan_for_comparison(against: File | Plan, place: str) -> tuple[Plan, bool, str]:
     """Read the plan with which `check --against` compares the checked plan.
 
-    `against` is a plan, its file, or `git:REVISION` for the checked plan's file `place` at a git revision.
+    Args:
+        against: A plan, its file, or `git:REVISION`. For `git:REVISION`, the plan is read from the version of the file
+            `place` at this git revision.
+        place: Path of the checked plan's file.
 
     Returns:
         The plan of `against`; True if its figures were recomputed from its profile; and its name for messages.

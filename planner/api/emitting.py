@@ -30,7 +30,7 @@ def emit(plan: File | Plan, options: EmitOptions) -> tuple[Path, ...]:
 
     Args:
         plan: A plan, or its file.
-        options: Options of `emit`.
+        options: Options of `emit`. The field `smaller` has plans for fewer processes, used if devices are lost.
 
     Returns:
         Paths of the files.
@@ -39,7 +39,8 @@ def emit(plan: File | Plan, options: EmitOptions) -> tuple[Path, ...]:
         StaleError: The profile differs from the one that a plan was made from.
         InfeasibleError: With the chosen engine, a device needs more memory than its limit.
         UsageError: The engine cannot run the plan, the profile names no model file, or the nodes have too few devices.
-            Also raised if a plan in `options.smaller` has another mini-batch than `plan`, or too many processes.
+            Also raised if a plan in `options.smaller` does not have fewer processes than `plan`, has as many processes
+            as another plan in `options.smaller`, or has another mini-batch size than `plan`.
         FileError: A file cannot be read or written, or balance.yaml was edited.
     """
     return emit_files(plan, options, on_finding=ignore_arguments).paths

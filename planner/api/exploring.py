@@ -59,9 +59,10 @@ def explore(plan: File | Plan, options: ExploreOptions) -> str:
 
 
 def solve_command_parts(plan: Plan, profile: Profile) -> Iterator[str]:
-    """Yield the `solve` command that makes a plan again: the command with the profile's path, then its options.
+    """Yield the parts of the `solve` command that makes a plan again: `gpipe-plan solve PROFILE`, then each option.
 
-    The options in `_ON_THE_PAGE` are left out.
+    Three kinds of options are left out: options that the interactive report adds with the user's values (`--mem`),
+    options that it replaces by fixed cuts (`--together`), and options that it mentions in a note (`--links`).
     """
     width = plan.tensor_parallel if profile.widths else plan.inputs.tensor_parallel
     inputs = replace(plan.inputs, replicas=plan.replicas, tensor_parallel=width)

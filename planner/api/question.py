@@ -19,8 +19,8 @@ _CALIBRATED: Final = frozenset({"--overhead", "--reserve"})
 def solve_command_options(inputs: Inputs, device: Device, *, without: Collection[str] = ()) -> tuple[str, ...]:
     """Return the options of `solve` to compute a plan again, such as `--batch 32`, except options with their default.
 
-    Options that fixed the cuts, the number of micro-batches or the time limit are missing, because a plan does not
-    record its options for these. Names of files are placeholders, such as `--links links.yaml`.
+    The result never contains `--balance`, `--micro-batches` or `--time-limit`, because plans do not record these
+    options. Names of files are placeholders, such as `--links links.yaml`.
 
     Args:
         inputs: Inputs of the plan.
@@ -52,7 +52,10 @@ def solve_command_options(inputs: Inputs, device: Device, *, without: Collection
 
 
 def calibrated_options(inputs: Inputs, device: Device) -> tuple[str, ...]:
-    """Return the options of `solve` to compute a plan again that are needed in addition to `--calibration FILE`."""
+    """Return the options of `solve` to compute a plan again with `--calibration FILE`.
+
+    Options whose values are in the calibration file are left out, such as `--reserve`.
+    """
     # If links between nodes differ, a calibration does not change them: see `calibration_of`.
     without = _CALIBRATED if inputs.inter_link is not None else _CALIBRATED | {"--link"}
     return solve_command_options(inputs, device, without=without)

@@ -237,7 +237,11 @@ def faster_plan_with_replicas(profile: Profile, plan: Plan, options: SolveOption
 
 
 def with_schedule_alternatives(profile: Profile, plan: Plan, options: SolveOptions) -> Plan:
-    """Return `plan` with its field `schedules`: a good plan for each schedule, found by a short search."""
+    """Return a copy of `plan` whose field `schedules` is filled: the figures of a good plan for each schedule.
+
+    A short search finds these plans. If the field is filled already, `plan` is returned unchanged. The field stays
+    empty if there is nothing to compare, for example if the user fixed the schedule.
+    """
     from planner.solve.questions.trade_off import memory_trade_off  # noqa: PLC0415 - imports numpy
 
     if plan.schedules:

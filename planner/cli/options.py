@@ -35,7 +35,8 @@ _BLAS_THREADS = "OPENBLAS_NUM_THREADS"
 def import_numpy_without_threads() -> None:
     """Import numpy without starting threads, for commands that neither measure nor search.
 
-    OpenBLAS's threads would spin for a fifth of the CPU time of `check`. Child processes may start threads.
+    OpenBLAS's threads would spin for a fifth of the CPU time of `check`. The limit of one thread is set only during the
+    import, so child processes do not inherit it. If the user has set `OPENBLAS_NUM_THREADS`, the function does nothing.
     """
     if _BLAS_THREADS not in os.environ:
         os.environ[_BLAS_THREADS] = "1"

@@ -20,7 +20,8 @@ _SUFFIXES = (".yaml", ".json")
 def check_files(arguments: Sequence[str]) -> int:
     """Check plans one by one, and return the largest exit code.
 
-    `arguments` are options of `check`, and paths of plans or profiles.
+    `arguments` are options of `check`, and paths of plans or profiles. For a profile, all plans in the profile's folder
+    are checked.
     """
     parser = argparse.ArgumentParser(prog="gpipe-plan check", allow_abbrev=False)
     parser.add_argument("files", nargs="*")

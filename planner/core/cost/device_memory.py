@@ -93,7 +93,8 @@ class ChunkMemoryFunction(NamedTuple):
 
         Args:
             saved: Bytes S that one micro-batch saves, shape (..., 1).
-            peaks: Fields of `LayerPeaks`, then a 0, which `peak` = -1 selects; shape (..., 4).
+            peaks: The three fields of `LayerPeaks`, then a 0; shape (..., 4). Each kind of allocation adds one of these
+                values as P. The field `peak` has the value's index; -1 selects the 0.
         """
         parts: FloatArray = np.maximum(self.least, self.rest + self.saved * saved) + peaks[..., self.peak]
         return parts
@@ -256,8 +257,9 @@ def subtract_shared(
         always: Permanent bytes, shape (partitions, stages).
         parts: Bytes of one allocation of each kind (`PARTS`), shape (partitions, stages, parts).
         shared: Bytes to subtract.
-        exact: True if each layer has a `MemoryDetail` (`ChainCosts.exact`). If False, gradients count in `always`, and
-            `shared.received` is not subtracted.
+        exact: True if each layer has a `MemoryDetail` (`ChainCosts.exact`). If True, shared gradients are subtracted
+            from `parts`, and so is the input from a stage on the same device (`shared.received`). If False, gradients
+            are permanent bytes, so shared gradients are subtracted from `always`. The input is not subtracted.
     """
     parts = parts.copy()
     parts[..., _PLACE["casts"]] -= shared.casts

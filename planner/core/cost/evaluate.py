@@ -272,7 +272,10 @@ class Evaluation:
         )
 
     def plan(self, inputs: Inputs, solver: SolverReport) -> Plan:
-        """Return a plan with the partition and its predictions; with status `given`, its gap and lower bounds are 0."""
+        """Return a plan with the partition and its predictions.
+
+        If `solver` has the status `given`, the user chose the cuts. The plan's gap and lower bounds are then 0.
+        """
         partition, bare = self.partition, SolverReport(method=solver.method, status="given")
         return Plan(
             generator=THIS_TOOL,

@@ -63,7 +63,11 @@ class LayerPeaks(NamedTuple):
 
 
 class PendingStorage(NamedTuple):
-    """Storage that a layer creates for later layers. The first of these later layers that is recomputed saves it."""
+    """Storage that a layer creates for later layers.
+
+    If the creating layer does not save the storage, the first recomputed layer with this storage in its input saves it.
+    The reason is that a recomputed layer saves its whole input, to repeat its forward.
+    """
 
     until: int
     """Index of the last layer that reads the storage."""
@@ -289,7 +293,10 @@ def _peaks(costs: ChainCosts, first: int, end: int, copied: FloatArray, own_copy
 
 
 def cast_gradient_peaks(costs: ChainCosts) -> FloatArray:
-    """Return the bytes that each layer needs to convert gradients of autocast copies, besides these gradients."""
+    """Return the bytes that each layer needs at most to convert the gradients of its autocast weight copies.
+
+    The bytes of these gradients themselves are not included. Shape (layers,).
+    """
     return np.maximum(_peaks_with_and_without_grad(costs)[0].backward - costs.state.casts, 0.0)
 
 
@@ -297,8 +304,9 @@ def recomputed_backward_peaks(costs: ChainCosts) -> tuple[FloatArray, FloatArray
     """Return each layer's peak in the first micro-batch's backward under autocast, if the layer is recomputed.
 
     Returns:
-        Peak of each layer, including the gradients of all later layers of the chain; and the gradient bytes of each
-        layer and all earlier layers.
+        Two arrays of shape (layers,), in bytes. The first has the peak of each layer. It includes the saved bytes of
+        all earlier layers of the chain and the gradients of all later layers. The second is a running sum: entry i is
+        the gradient bytes of the layers 0 to i.
     """
     # Gradients of autocast's weight copies exist until the stage's backward ends.
     uncopied = np.maximum(costs.gradients - 2 * costs.state.casts, 0.0)

@@ -63,7 +63,7 @@ def single_stage_table(
     recomputed: Collection[int],
     splits_backward: bool = False,
 ) -> tuple[StageTable, Recompute]:
-    """Return a table whose last column has the stage, and its recompute choice: `never` if it has no backward.
+    """Return the memory of the stage with the layers `first` to `end - 1`, and the stage's actual recompute choice.
 
     Args:
         costs: Costs of the layers at the plan's micro-batch size.
@@ -73,6 +73,10 @@ def single_stage_table(
         recompute: Requested recompute choice.
         recomputed: Recomputed layers, as indices in the chain, if `recompute` is `layers`.
         splits_backward: True if the schedule splits backwards.
+
+    Returns:
+        A table with one row, in which the last column is for the stage; and the stage's recompute choice. The choice is
+        `never` if the stage has no backward, except if `recompute` is `layers`. Otherwise, it is `recompute`.
     """
     layers = slice(first, end)
     stages = stage_table(costs, np.array([first]), layers, micro_batches=micro_batches, splits_backward=splits_backward)
@@ -99,7 +103,8 @@ def peak_bytes_of_stages(
     Args:
         costs: Costs of the layers at the plan's micro-batch size.
         firsts: First layers, ascending.
-        lasts: Slice of last layers, one per column. Or a number n: column j is for stages of j + 1 layers, j < n. A
+        lasts: Meaning of the columns. For a slice of layers, each column is for one last layer. For a number n, each
+            column is for one stage length: column 0 for stages of 1 layer, column n - 1 for stages of n layers. A
             number is allowed only if the chain has no skip connections and no shared parameters.
         points: Points in the step at which the stages may have their peak.
         choices: Recompute choices; `layers` is not allowed.

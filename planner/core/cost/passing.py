@@ -75,7 +75,9 @@ class RelayedTensors:
         Args:
             peaks: Peak memory of each layer's backward.
             output_bytes: Bytes of each layer's output and of the output's gradient, which `peaks` includes.
-            backward: Micro-batch whose `WaitingGradients` are added, `first` or `later`; None to add none.
+            backward: Micro-batch, `first` or `later`, for which waiting gradients are added. These are gradients of
+                shared parameters that wait for the backward of an earlier layer (`WaitingGradients`). In the first
+                micro-batch, no earlier gradients exist, so the bytes differ. None to add none.
         """
         inside = self._is_first | self._after_first
         blocks = range(0, len(self._layers), _BLOCK)

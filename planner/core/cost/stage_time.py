@@ -58,7 +58,8 @@ def busy_times(
     """Return the forward, backward and recomputation times of stages for one micro-batch.
 
     Args:
-        forward_us: Sum of the forward times of the stage's layers, and the entry time of its first layer.
+        forward_us: Sum of the forward times of the stage's layers, plus the entry time of the first layer. The entry
+            time is the time from the start of the stage's forward to the start of this layer.
         backward_us: Sum of the backward times of the stage's layers, without recomputation.
         recompute: Recompute choice of each stage: an index into `CHOICES` (negative: `never`), or `LAYERS`.
         has_backward: False for stages without a backward, which recompute nothing.
@@ -109,20 +110,23 @@ def split_backward_times(
 
 
 def optimizer_slack_us(stage: StageBusyTimes | StageTimes, crossing_us: Numbers) -> FloatArray:
-    """Return by how much the next stage's optimizer step may exceed this stage's without a delay of the next step.
+    """Return how much longer the optimizer step may take on stage i + 1 than on stage i, in microseconds.
 
-    The result is (C + B - R) + (F + C):
+    Up to this difference, stage i + 1 delays the next training step no more than stage i does. `stage` has the times of
+    stage i. The result is (C + B - R) + (F + C):
 
-    - The next stage ends its last backward earlier than this stage, by one transfer C (`crossing_us`) and this stage's
-      last backward B. The recomputation R in B does not count, because it runs before the gradient arrives.
-    - The next stage begins the next step later than this stage, by this stage's forward F and one transfer C.
+    - Stage i + 1 ends its last backward earlier than stage i, by one transfer C (`crossing_us`) and the last backward B
+      of stage i. The recomputation R in B does not count, because it runs before the gradient arrives.
+    - Stage i + 1 begins the next training step later than stage i, by the forward F of stage i and one transfer C.
     """
     alone_us = stage.last_backward_us - stage.last_recompute_us
     return np.asarray(stage.forward_us + alone_us + 2 * crossing_us)
 
 
 def delay_with_added_stage_us(tail_us: Numbers, own_us: Numbers, slack_us: Numbers) -> FloatArray:
-    """Return the delay of the next step by all-reduces and optimizer steps, with one more stage before the others.
+    """Return by how much all-reduces and optimizer steps delay the next training step, if a first stage is added.
+
+    The added stage runs before all other stages of the pipeline. All times are in microseconds.
 
     Args:
         tail_us: Delay without the added stage.

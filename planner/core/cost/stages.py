@@ -74,7 +74,10 @@ class SplitBackwardMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StageTable:
-    """Memory of many stages, in bytes: one row per first layer, one column per last layer or per number of layers.
+    """Memory of many stages, in bytes.
+
+    Each row is for one first layer. Each column is for one last layer, or for one number of layers. The argument
+    `lasts` of `stage_table` determines which of the two.
 
     If all rows or all columns of an array are equal, the array may have only one row or column. Entries whose last
     layer is before the first layer are undefined.

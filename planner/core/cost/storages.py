@@ -29,9 +29,14 @@ class CrossingBytes(NamedTuple):
 
 
 def crossing_storages_without_records(layers: Sequence[LayerProfile], n: int) -> dict[tuple[int, int], CrossingBytes]:
-    """Return the output of each layer, by (index of the layer, 0), for layers without `MemoryDetail`.
+    """Return the output of each layer as one storage, for layers without `MemoryDetail`.
 
-    Only the next layer is assumed to receive it. `n` is the index of a micro-batch size in the profile.
+    Keys are (index of the layer, index of the storage among those that this layer creates). The second index is always
+    0, because a layer's output counts as one storage. Only the next layer is assumed to receive the storage.
+
+    Args:
+        layers: Layers of the chain.
+        n: Index of a micro-batch size in the profile.
     """
     outputs = {}
     for index, layer in enumerate(layers):
