@@ -21,7 +21,7 @@ class Clock(Protocol):
         """Begin the measured time now, so that earlier preparations do not count.
 
         Returns:
-            The time of these preparations in microseconds; 0 if a device computes while the host prepares.
+            The time of these preparations in microseconds; 0 if the clock does not measure the host's time, as on GPUs.
         """
 
     def stop(self) -> None:

@@ -43,7 +43,11 @@ class PeakWatch(Protocol):
         """Stop recording, and return the peak memory since `begin`."""
 
     def close(self) -> Peak | None:
-        """Stop recording, and return the peak memory as `end` does; None after `end`, and always on GPUs."""
+        """Stop recording, unless `end` has already stopped it.
+
+        Returns:
+            On CPUs, the peak memory since `begin`, or None if `end` was called before. On GPUs, always None.
+        """
 
 
 class DeviceKind(ABC):
@@ -93,7 +97,11 @@ class DeviceKind(ABC):
         """Return the device's name, its memory, and its reserve: memory that is not available for tensors."""
 
     def equal_layers_bytes(self) -> int:
-        """Return the bytes of parameters beyond which no further equal layers are timed in turn."""
+        """Return the total size of parameters, in bytes, that limits the number of equal layers to measure.
+
+        If one layer ran repeatedly, its parameters would stay in the cache. Layers with equal operators therefore take
+        turns in a measurement. Layers are added until their parameters together exceed this size.
+        """
         return CACHE_BYTES
 
     @abstractmethod

@@ -76,8 +76,11 @@ def available_bytes() -> int:
 def keep_freed_memory(*, below: int | None = None) -> None:
     """Make glibc keep freed memory for later allocations, which makes training steps faster.
 
-    Without glibc, this function does nothing. Freed blocks of at least `below` bytes (at most `LARGE_BYTES`) are still
-    returned to the system; with None, all are kept.
+    Without glibc, this function does nothing.
+
+    Args:
+        below: Size in bytes, at most `LARGE_BYTES`. Freed blocks below this size are kept, all others are returned to
+            the system. None keeps blocks of all sizes.
     """
     # By default, glibc returns large blocks to the system, which clears their pages before each reuse.
     try:

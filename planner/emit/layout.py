@@ -161,9 +161,15 @@ class PlanLayout:
         return None if num_layers == len(names) else f"`--together {first},{second}`"
 
     def refuse_formula(self, engine: str, *, block_kind: str = "") -> None:
-        """Raise UsageError if a formula named the profile's blocks, and the engine has no model with such blocks.
+        """Raise UsageError if a formula computed the profile, and the engine cannot find the profile's blocks.
 
-        `block_kind` is the kind of block in the engine's own model; empty if the engine has no model.
+        Most formulas give blocks names such as `block_3`, `encoder_3` or `decoder_3`, which are no module paths. An
+        engine can find such blocks only if its own model has the same kind of blocks. No error is raised for formulas
+        that use the module names of torchtitan.
+
+        Args:
+            engine: Name of the engine, for the message.
+            block_kind: Kind of block in the engine's own model, such as `block`; empty if the engine has no model.
         """
         kinds = {match["kind"] for layer in self.layers if (match := _BLOCK.fullmatch(layer.name))}
         if self.formula and kinds - {block_kind}:
@@ -217,7 +223,8 @@ class PlanLayout:
 
         Args:
             sequence: Name of the option for sequence parallelism; empty if not needed.
-            experts: Name of the option for the number of replicas that divide the experts; empty if not needed.
+            experts: Name of the option for expert parallelism, which sets the number of replicas among which the
+                experts are divided; empty if not needed.
             attention: Name of the option for recomputation of attention; empty if not needed.
         """
         assumed = {

@@ -182,7 +182,10 @@ class MiniBatches:
         return self._loader.state_dict() if self._loader is not None else self._loader_state
 
     def load_state_dict(self, state: Any) -> None:
-        """Keep the state of a loader from a checkpoint until the script passes the loader."""
+        """Store the state of a data loader from a checkpoint.
+
+        The state is loaded when `batches_of_steps` gets the data loader as an argument.
+        """
         self._loader_state = check_loader_state(state)
         self._checksums, self._is_compared = None, False
 

@@ -44,7 +44,8 @@ class Pipeline:
         balance_path: Path of the balance configuration that `gpipe-plan emit` writes.
         seed: Seed of initial parameters, example batches and dropout.
         device: Name of the device to use; None for the device of the plan.
-        timeout_s: Timeout of a transfer in seconds. 30 s are added, because the failure watch has better messages.
+        timeout_s: Transfers time out after `timeout_s` + 30 seconds. A failure watch whose timeout is `timeout_s`
+            reports earlier, with a better message.
         check_nan: If true, check that every output and gradient is finite, in addition to the loss. Each check waits
             for the device.
         watch: FailureWatch of this process; None if other ranks need not be watched.

@@ -62,7 +62,7 @@ def waiting_gradients(
 
     Args:
         costs: Costs of the layers.
-        backward: Micro-batch: `first` or `later`.
+        backward: `first` for the backward of the first micro-batch, `later` for the backward of any other micro-batch.
         firsts: First layers of stages.
         layers: Layers whose backwards need the bytes, as rows of `WaitingGradients.bytes`.
         ends: Last layers of stages.
@@ -116,7 +116,15 @@ def shared_cast_bytes(costs: ChainCosts, firsts: IntArray, ends: IntArray) -> Fl
 
 
 def unfreed_gradient_bytes(costs: ChainCosts) -> FloatArray:
-    """Return by how many bytes each later backward of a layer peaks higher if parameter gradients are not freed."""
+    """Return the bytes by which freeing parameter gradients lowers the peak of each layer's backward.
+
+    The backward of the first micro-batch keeps the layer's parameter gradients. The backward of a later micro-batch
+    frees each new gradient as soon as it is added to the existing gradient.
+
+    Returns:
+        Peak in the first micro-batch minus peak in a later micro-batch, at least 0, shape (layers,). Neither peak
+        includes gradients of later layers.
+    """
     first = costs.memory.first_backward + np.cumsum(costs.gradients) - costs.gradients.sum()
     later = costs.memory.backward + np.cumsum(costs.state.casts) - costs.state.casts.sum()
     staying: FloatArray = np.rint(np.maximum(first - later, 0.0))
@@ -132,7 +140,7 @@ def waiting_gradients_in_stage(costs: ChainCosts, backward: Backward, first: int
 
     Args:
         costs: Costs of the layers.
-        backward: Micro-batch: `first` or `later`.
+        backward: `first` for the backward of the first micro-batch, `later` for the backward of any other micro-batch.
         first: First layer of the stage.
         end: One past its last layer.
 

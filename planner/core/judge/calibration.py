@@ -78,7 +78,10 @@ def timed_steps_us(report: RunReport) -> tuple[float, ...]:
 
 
 def allocator_peaks(plan: Plan) -> tuple[int, ...]:
-    """Return the predicted peak of every device in bytes, without the reserve."""
+    """Return the predicted peak memory of every device in bytes, without the plan's `reserve_bytes`.
+
+    The reserve is memory for context, libraries and allocator slack.
+    """
     return tuple(need - plan.inputs.reserve_bytes for need in plan.peak_bytes_by_device())
 
 

@@ -44,7 +44,10 @@ class Action(NamedTuple):
 
 
 class ComputeTimeBounds(NamedTuple):
-    """Lower bounds of one micro-batch's times in every partition, in microseconds. Devices add up their stages."""
+    """Lower bounds of the compute times of one micro-batch, in microseconds. The bounds hold for every partition.
+
+    The time of a device is the sum of the times of its stages.
+    """
 
     work_us: float
     """Forward plus backward time of all layers on the fastest device."""

@@ -41,7 +41,10 @@ _Message = tuple[MessageKind | None, int, int]
 
 
 class PassStartTimes(NamedTuple):
-    """Start times of the first micro-batch's four passes on a device; a pass takes one unit of time."""
+    """Start times of forward (F) and input-gradient (I) passes on one device, for the first micro-batch.
+
+    Each of the device's two stages has one F and one I. The unit of time is the duration of one pass.
+    """
 
     forward_down: int
     """F of the device's first stage, on the way down the V."""

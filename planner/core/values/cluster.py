@@ -93,8 +93,8 @@ class Cluster:
     def link_after(self, device: int, *, num_devices: int, replicas: int = 1) -> Link:
         """Return the link from `device` to the next device of its pipeline; the last device is followed by the first.
 
-        Pipeline r has the devices r K to r K + K - 1, with K = `num_devices`. Pipelines wait for each other, so the
-        slowest of their links counts.
+        With K = `num_devices`, pipeline r has the devices from r * K to (r + 1) * K - 1. The pipelines wait for each
+        other. If their links differ, the result is therefore the slowest link.
 
         Args:
             device: Index of the device in its pipeline.

@@ -157,7 +157,16 @@ class SolverReport:
     """Lower bound of the step time of all plans with named schedules, if above `lower_bound_us`; else 0."""
 
     def named_gap(self, step_us: float) -> float | None:
-        """Return (step time - bound) / step time, with the lower bound of named schedules; None without this bound."""
+        """Return the gap between a step time and the lower bound `named_lower_bound_us`.
+
+        This bound is for all plans with a named schedule, that is, any schedule except `search`.
+
+        Args:
+            step_us: Step time in microseconds.
+
+        Returns:
+            (step time - bound) / step time, at least 0; None if there is no such bound.
+        """
         return max(0.0, 1 - self.named_lower_bound_us / step_us) if self.named_lower_bound_us and step_us else None
 
 

@@ -13,5 +13,9 @@ PRECISIONS: tuple[Precision, ...] = get_args(Precision)[1:]
 
 
 def precision_of(dtype: str) -> Precision:
-    """Return the value of `--dtype` for `environment.dtype` of a profile; empty if the option was not given."""
+    """Return `dtype` if it is a value of the option `--dtype`, else an empty string.
+
+    The field `environment.dtype` of a profile is a value of `--dtype`. If the option was not given, the field is the
+    data type of the parameters, such as `float32`.
+    """
     return next((name for name in PRECISIONS if name == dtype), "")

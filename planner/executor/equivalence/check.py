@@ -92,7 +92,8 @@ def check_equivalence(
         loaded: Loaded model file.
         budget_s: Approximate time limit in seconds. Cuts for which no time remains are not compared.
         digests: Function that returns a digest of each layer's operators. Layers with equal digests count as equal.
-        cuts: Cuts to compare. Cut i is between layers i - 1 and i. The default is one cut of each class.
+        cuts: Cuts to compare. Cut i is between layers i - 1 and i. None compares one cut of each class of equivalent
+            cuts. Two cuts are equivalent if the layers before them are equal, and the layers after them are equal.
         progress: Function that is called with a text about the current activity.
 
     Returns:

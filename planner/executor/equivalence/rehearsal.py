@@ -180,9 +180,11 @@ class _SharedValues:
         self._kept = set(self._at_start)
 
     def find_carried_tensors(self) -> None:
-        """Find the tensors in module-level variables that are state: they differ after two forwards of a batch.
+        """Find the tensors in module-level variables that carry state from one forward to the next.
 
-        Call this method after each of the two forwards. Other new tensors are results that no later forward reads.
+        Call this method after each of two forwards of the same batch. The first call stores the tensors' values. The
+        second call compares the values. A tensor whose value has changed carries state. Other tensors that the
+        forwards have created are results that no later forward reads.
         """
         before, self._after_forward = self._after_forward, self._find()
         self._kept |= {name for name, value in self._after_forward.items() if value != before.get(name, value)}

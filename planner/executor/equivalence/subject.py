@@ -243,7 +243,10 @@ def _bytes_of(chain: Chain) -> int:
 
 
 def layer_starts(chain: Chain) -> tuple[LayerStart | None, ...]:
-    """Return the module call at whose begin or end each layer starts, for all layers except the first."""
+    """Return the point in a forward at which each layer starts, for all layers except the first.
+
+    Each point is the begin or the end of a module call. It is None if no module call ends there and none begins later.
+    """
     if chain.outline is None:
         seen: list[int] = []
         starts: list[LayerStart | None] = []

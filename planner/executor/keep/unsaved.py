@@ -37,9 +37,12 @@ _STORED = ("state", "param_groups", "defaults", "step")
 def other_objects_with_state(model: nn.Module, stages: Sequence[StageModule], optimizer: Optimizer) -> dict[str, Any]:
     """Return objects whose `state_dict()` a checkpoint stores in addition to tensors of model and optimizer, by name.
 
-    One object has the extra state of all modules. If the optimizer is not one of `torch.optim`, another has those parts
-    of its state that belong to no parameter. All ranks have objects of the same names, also ranks whose modules have no
-    extra state.
+    If a module of the model has extra state, `extra state` is an object with the extra state of this rank's modules.
+
+    If the optimizer's class is not in `torch.optim`, `optimizer` is an object with the optimizer state that belongs to
+    no parameter, and with further entries of the optimizer's `state_dict()`.
+
+    All ranks return the same names, also ranks whose modules have no extra state.
 
     Args:
         model: The whole model.

@@ -207,10 +207,13 @@ class Engine:
         return losses
 
     def check_gradients_sent(self) -> None:
-        """Check that each stage has sent a gradient other than zeros in the last step.
+        """Check that each stage has computed a gradient for the previous stage in the last step.
+
+        A stage without such a gradient sends zeros. In a plain loop, parameters of earlier stages would have no
+        gradients. With gradients of zeros, an optimizer may change these parameters.
 
         Raises:
-            ModelError: A stage has sent only zeros; in a plain loop, there would be no gradients.
+            ModelError: A stage has computed no gradient for the previous stage, so it has sent only zeros.
         """
         for stage in self._stages:
             if stage.index in self._with_gradient or not _tensors_with_gradient(stage.received) or not stage.index:

@@ -48,10 +48,16 @@ class ModuleSettings:
         return {key: value for after, before in pairs for key, value in after.items() if before.get(key) != value}
 
     def check_equal(self, changed_of_ranks: Sequence[Settings]) -> None:
-        """Check that the settings of the modules that run on this rank equal the changed settings of all ranks.
+        """Check that changes of module settings on other ranks also occurred on this rank.
+
+        A layer of another rank may change a setting of its own copy of a module. If the module runs on this rank, the
+        setting must have the same value here.
+
+        Args:
+            changed_of_ranks: Result of `changed_elsewhere` on every rank.
 
         Raises:
-            TrainingError: A setting differs.
+            TrainingError: A module that runs on this rank has another value of a changed setting.
         """
         ours = [(path, self._settings(path, module)) for path, module in self._running]
         for changed in changed_of_ranks:
