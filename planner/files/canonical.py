@@ -18,8 +18,8 @@ _SPARE = frozenset({BoundaryTensor, MemoryDetail, ProgramMemory, Proof, SplitMem
 def to_plain(value: Any) -> Any:
     """Convert a dataclass, with all values in it, to plain dicts and lists.
 
-    A field with a default is left out if it is None or empty. A field marked `LEFT_OUT` is left out if it has its
-    default value.
+    A field that has a default is left out if its value is None or empty. Another rule applies to fields marked
+    `LEFT_OUT` and to all fields of a few classes: they are left out if they have their default value.
     """
     kind = type(value)
     if kind in _ATOMS:

@@ -99,13 +99,13 @@ def attribute_states(first: Recording, second: SecondForward) -> list[CarriedSta
 
 
 def reused_tables(first: Recording, second: SecondForward) -> dict[AttributeKey, int]:
-    """Return the attributes of modules that cache a table and a number, such as a mask and its length.
+    """Return the attributes in which modules cache tables and numbers, such as a mask and its length.
 
-    The first forward sets these attributes, and the second does not set them again. A table is a tensor that depends on
-    no parameter, floating-point input or random number.
+    The first forward sets a cached attribute, and the second does not set it again. A table is a tensor that depends on
+    no parameter, floating-point input or random number. Modules that cache only tables or only numbers are left out.
 
     Returns:
-        For each attribute, the position in `first` where the call that sets the attribute ends.
+        For each attribute, the position in `first` where the last call that sets the attribute ends.
     """
     set_again = set(map(attribute_key, second.recording.calls[0].changes))
     once = {attribute_key(change): change for change in first.calls[0].changes}

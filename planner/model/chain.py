@@ -203,9 +203,9 @@ def shared_parameters(layers: Sequence[Layer]) -> list[list[tuple[int, str]]]:
 
 
 def tied_parameters(layers: Sequence[Layer]) -> dict[str, tuple[str, ...]]:
-    """Return the names that each tied parameter has in other layers, by its name.
+    """Return, for each name of a tied parameter, the names that the parameter has in other layers.
 
-    The name of such a layer replaces a parameter name that does not begin with it.
+    If the name in another layer does not begin with the name of that layer, the layer's name is returned instead.
     """
     tied: dict[str, tuple[str, ...]] = {}
     for owners in shared_parameters(layers):

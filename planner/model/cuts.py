@@ -138,7 +138,12 @@ class PossibleCuts:
         return result if is_sent else None
 
     def count_operands_and_results(self, cut: int) -> tuple[int, int]:
-        """Return two counts: tensors sent only for code that runs again after the cut, and results of this code."""
+        """Count operands and results of the code that runs before a cut and again after the cut.
+
+        Returns:
+            The number of operands, then the number of results. Operands are the tensors that cross the cut only for
+            this code. Results are the tensors that this code computes again because later code uses them.
+        """
         flow = self.recording.flow.nodes
         read_after = {flow[v]["storage"] for v, _, last, _ in self._lives if last >= cut}
         crossing = {self.recording.values[value][0] for value in self.crossing(cut).values}

@@ -30,7 +30,8 @@ _SPREAD = 0.02
 class StrictOperators(TorchDispatchMode):
     """Torch dispatch mode in which an operator that the meta device lacks raises a `RuntimeError`.
 
-    Torch raises a `NotImplementedError`, which parametrizations catch. The model would then lack a buffer.
+    Without this mode, torch raises a `NotImplementedError`. Parametrizations (`torch.nn.utils.parametrize`) catch that
+    error and continue, so the model would lack a buffer.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

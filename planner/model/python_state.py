@@ -96,7 +96,17 @@ def numbers_in_fields(owner: str, fields: Mapping[str, Any]) -> dict[str, float]
 
 
 def numbers_in_values(values: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers in some values, and sums and counts of their tensors, by name of the value and path in it."""
+    """Return the numbers in some values, and numbers that describe the tensors in them.
+
+    A plain tensor of at most 1 MiB is described by the sum of the absolute values of its elements. A container, such as
+    a list, is also described by the number of tensors in it.
+
+    Args:
+        values: Values to search, by name.
+
+    Returns:
+        Numbers by path. A path is the name of a value, followed by the names and keys that lead to the number.
+    """
     numbers = _WithTensors()
     for name, value in values.items():
         _add(numbers, name, value, 0)

@@ -100,8 +100,11 @@ def train_reference(
 ) -> list[float]:
     """Train the model in a plain loop, write its states to `folder`, and return the loss of every step.
 
-    The files are `initial`, for every step N `gradients-N` and `updated-N`, and `end`. An error in one of the
-    `options.late_steps` ends the loop without an exception.
+    The files are `initial`, for every step N `gradients-N` and `updated-N`, and `end`.
+
+    After `options.steps` steps, the loop runs up to `options.late_steps` additional steps, the late steps. An error in
+    a late step may be due to the example data, so the loop then ends without an exception. A `ModelError` is
+    raised even in late steps, unless its reason is a loss that is not finite.
 
     Args:
         loaded: The model.
@@ -110,7 +113,7 @@ def train_reference(
         shake: Function that changes the parameters slightly before the last step, to measure how rounding errors grow.
 
     Raises:
-        ModelError: The loss is not finite, or does not depend on trained parameters.
+        ModelError: The loss is not finite before the late steps, or does not depend on trained parameters.
     """
 
     def write(name: str, state: Callable[[], ReferenceState]) -> None:

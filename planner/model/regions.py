@@ -65,7 +65,8 @@ class RegionFinder:
     def regions_around(self, frame: FrameType | None, time: int) -> tuple[int, ...]:
         """Return the indices of the regions in which the code of a stack frame runs, the outermost first.
 
-        The regions then end at `time`, the current position in the recording.
+        The method also updates the list of regions. It appends returned regions that are not in the list yet. It
+        sets the end of every returned region to `time`, the current position in the recording.
         """
         self._levels[-1] = self._regions_in_frames(frame, time)
         around = tuple(number for level in self._levels for _, number in level)

@@ -36,9 +36,13 @@ class RepeatedCode:
         return is_over and cut <= self._exit_of(self._runner_of[maker.parent])
 
     def exposed_tensors(self, storage: int, cut: int) -> set[int]:
-        """Return the tensors in `storage` that repeated code gets: model inputs and results of calls that ended before.
+        """Return the tensors in `storage` that are available to the code that runs again after a cut.
 
-        Tensors are given by their index in `Recording.values`.
+        Such a tensor is an input of the model, or a result of a call that ends before the cut and does not run again.
+        The result counts only if the code that made the call runs again after the cut.
+
+        Returns:
+            Indices of the tensors in `Recording.values`.
         """
         exposures = self._recording.exposures.get(storage, ())
         return {value for value, call in exposures if self.exposes_results(call, cut)}

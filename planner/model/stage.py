@@ -91,7 +91,10 @@ class ModelStage(nn.Module):
 
     @property
     def constant_paths(self) -> list[str]:
-        """Paths of the modules with a constant call, which every stage may run."""
+        """Paths of the modules that every stage may run, because at least one of their calls is constant.
+
+        A constant call depends on no parameter, floating-point input or random number.
+        """
         return sorted({call.path for call in self._part.outline.recording.calls if call.constant})
 
     @property

@@ -49,7 +49,11 @@ class LayerOutputs:
     def create_gradients(self, next_inputs: LayerInputs | None) -> None:
         """Create the gradients of the outputs, filled with ones, unless they exist.
 
-        If possible, a gradient overwrites the gradient at the same position in `next_inputs`, the next layer's inputs.
+        An output of this layer is the input of the next layer at the same position. If possible, the gradient of the
+        output takes over the memory of that input's gradient, whose values are then lost.
+
+        Args:
+            next_inputs: Inputs of the next layer; None to allocate new memory for all gradients.
         """
         for n, (like, shape) in self._shapes.items() if not self._gradients else ():
             there = None if next_inputs is None else next_inputs.gradient_of(n)

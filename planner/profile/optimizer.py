@@ -121,9 +121,10 @@ def first_of_same_cost(units: Sequence[LayerToMeasure], whole: WholeModelOptimiz
 def optimizer_boundary_peaks(
     layers: Sequence[Sequence[Tensor]], whole: WholeModelOptimizer, *, device: torch.device, meter: MemoryMeter
 ) -> list[int]:
-    """Return the temporary bytes while the optimizer updates a parameter of one layer and then one of the next layer.
+    """Return the peak temporary memory of the optimizer at each boundary between two layers, in bytes.
 
-    The optimizer may release a temporary tensor of the first parameter only during the second update.
+    This memory is allocated while the optimizer updates a parameter of one layer directly after a parameter of the
+    other layer. The optimizer may release a temporary tensor of the first parameter only during the second update.
 
     Args:
         layers: For each layer, the trained parameters that have gradients. Their values are not read.
@@ -132,7 +133,7 @@ def optimizer_boundary_peaks(
         meter: Meter of the device.
 
     Returns:
-        For each layer, the largest peak of a parameter of the previous layer and one of this layer; 0 if there are no
+        For each layer, the largest peak of two such updates at its boundary with the previous layer; 0 if there are no
         such updates, as for the first layer.
     """
     groups, peaks = whole.groups(), dict[tuple[object, ...], int]()

@@ -179,7 +179,9 @@ def entry_times_us(
 ) -> list[float]:
     """Return the entry time of each layer (`LayerProfile.entry_us`), in microseconds.
 
-    A layer that was not measured, because an equal layer was, gets a time interpolated between its neighbors'.
+    The entry time of a layer is the time from the start of a stage's forward to the start of the layer, if the layer is
+    the first of its stage. Only some of several equal layers are measured. The entry time of any other layer is
+    interpolated between the nearest measured layers.
 
     Args:
         names: Name of every layer.

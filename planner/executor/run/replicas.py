@@ -69,8 +69,12 @@ class ReplicaGradients:
     def last_backward(self, stage: int, expected: Mapping[nn.Parameter, int] | None = None) -> Iterator[None]:
         """Send gradients while the `with` block runs the last backward (B or W) of a stage.
 
-        `stage` is an index among the stages of this process. `expected` is the number of additions to each gradient in
-        this backward, or None if unknown. Gradients that it does not list are already complete.
+        If `is_last_part` is False, nothing is sent.
+
+        Args:
+            stage: Index of the stage among the stages of this process.
+            expected: For each parameter, how many times this backward adds to the gradient. The gradients of parameters
+                that are not in the mapping are already complete. None if the numbers are unknown.
         """
         if not self.is_last_part:
             yield

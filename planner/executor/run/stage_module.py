@@ -64,7 +64,8 @@ class StageModule(nn.Module):
         received: Boundary before the first layer.
         sent: Boundary after the last layer, with the memory layout of outputs; None for contiguous outputs. The last
             stage ignores `sent`.
-        recompute: Recompute choice of the stage; `layers` recomputes only the layers in `recomputed`.
+        recompute: Recompute choice of the stage. With the choice "layers", only the layers in the argument `recomputed`
+            are recomputed.
         micro_batches: Number of micro-batches (M).
         loss_fn: Loss function on the last stage; None on other stages.
         copies_input: True if the layers need a copy of the received tensors, because they write into them.
@@ -164,7 +165,11 @@ class StageModule(nn.Module):
         return finished
 
     def reachable_modules(self) -> Iterator[tuple[str, nn.Module, bool]]:
-        """Yield path, module, and whether the stage may run it, for each module that the process has for this stage."""
+        """Yield the path, the module and a flag for each module that a layer of this stage can reach.
+
+        The flag is True if the layer may run the module. If the model is not a plain `nn.Sequential`, a layer can also
+        reach modules that only other stages run. A module that several layers can reach is yielded for each of them.
+        """
         for name, layer in zip(self._names, self._layers, strict=True):
             if isinstance(layer, ModelStage):
                 running = {*layer.running_paths, *layer.constant_paths}

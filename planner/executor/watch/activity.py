@@ -37,8 +37,9 @@ class RankActivity:
         Args:
             doing: Activity, such as "forward of micro-batch 3".
             stage: Stage of this rank to which the activity belongs; None for no particular stage.
-            waits_for: Stage for which this rank waits; `ANY` for any stage; `STORE` for all ranks, over the store; None
-                if this rank does not wait.
+            waits_for: Stage for which this rank waits. `ANY` if the rank waits for no particular stage. `STORE` if the
+                rank waits for all other ranks, which write their values to the job's key-value store. None if the rank
+                does not wait.
         """
         self._now = (doing, stage, waits_for)
         self._since = time.monotonic()

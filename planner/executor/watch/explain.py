@@ -41,7 +41,12 @@ def error_for_exception(error: BaseException, activity: RankActivity) -> Planner
 
 
 def error_after_exit(other: Mapping[str, Any], activity: RankActivity) -> PlannerError:
-    """Return the error of a rank that still waits after another rank, with the summary `other`, exited with code 0."""
+    """Return the error that this rank reports if another rank exited with code 0 while this rank waits.
+
+    Args:
+        other: Summary of the other rank (`RankActivity.summary`).
+        activity: Activity of this rank.
+    """
     return TrainingError(
         f"{other['name'] or 'another rank'} exited {other['where']} (SystemExit: 0) "
         f"while {activity.name or 'this rank'} waited {activity.where}",

@@ -71,7 +71,11 @@ class Heartbeats:
         return {int(key.removeprefix("at/")): json.loads(text) for key, text in zip(keys, texts, strict=True)}
 
     def silent_ranks(self) -> list[int]:
-        """Return, on the reader, the ranks that are silent for `silent_s` seconds and have not left; else nothing."""
+        """Return the ranks that have been silent for more than `silent_s` seconds and have not left the job.
+
+        Only one rank, the reader, checks all other ranks and returns the silent ones. Every other rank returns an empty
+        list and checks only the reader. If the reader is silent, another rank becomes the reader.
+        """
         is_reader = self._is_reader()
         others = [rank for rank in range(self._world) if rank != self._rank] if is_reader else [self._reader]
         now = time.monotonic()

@@ -96,7 +96,15 @@ class EstimatedBackend:
         return RooflineClock(self._absent if rate is None else replace(self._absent, half_flops_per_s=rate))
 
     def check(self, loaded: LoadedModel, *, lean: bool) -> None:  # noqa: ARG002
-        """Raise a `ModelError` if `lean` is False: the model did not run without values."""
+        """Check that the model runs on tensors without values, because an estimate needs such a run.
+
+        Args:
+            loaded: The model.
+            lean: True if the model has run on tensors without values.
+
+        Raises:
+            ModelError: `lean` is False.
+        """
         if not lean:
             raise ModelError(
                 "the model cannot be estimated: its layers ask for the values of tensors",

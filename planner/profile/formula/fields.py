@@ -21,11 +21,18 @@ class ConfigReader:
     def integer(self, *names: str, default: int | None = None, least: int = 1, most: int = _LARGEST) -> int:
         """Return the integer of a key, which may have several equivalent names.
 
-        If there is no default, or the value is wrong, return a placeholder; `raise_if_invalid` then raises an error.
+        The result is the first of these values that exists:
+
+        1. value of the key in the file, unless it is null
+        2. default of the model's family, unless the file has the key with the value null
+        3. `default`, unless it is None
+
+        If none exists, or the value in the file is wrong, the result is a placeholder. `raise_if_invalid` then raises
+        an error.
 
         Args:
             names: Equivalent keys, in order of precedence.
-            default: Value of a null key, or of a missing key without a default of the family; None to require the key.
+            default: Value if the file and the family have none; None to require the key.
             least: Smallest valid integer.
             most: Largest valid integer.
         """

@@ -60,10 +60,18 @@ def add_memory_columns(
         costs: Costs of the chain at the micro-batch size, with its replicas.
         cells: Stage of each row.
         micro_batches: Number of micro-batches.
-        parts: Indices into `PARTS` of allocations to add, for each sharing mode (`ALONE` to `IN_PLACE`).
+        parts: For each sharing mode, the allocations to add, as indices into `PARTS`. The sharing modes, `ALONE` to
+            `IN_PLACE`, state how a stage shares its device with other stages.
 
     Returns:
-        For each sharing mode and recompute choice: part (or `ALWAYS`), component and index of every added column.
+        A list for each sharing mode, with a list for each recompute choice in `CHOICES`. An inner list has three
+        numbers for each column, one column after another:
+
+        - allocation of the column, as an index into `PARTS`, or `ALWAYS` for memory that exists during the whole step
+        - memory component of the column, as an index into `ITEMS`
+        - index of the column in `table`
+
+        The list of a sharing mode without allocations is empty. Columns of zeros are omitted.
     """
     blocks = tuple(_blocks(costs, cells, micro_batches))
     return [
