@@ -271,7 +271,11 @@ def _has_enough_chunks(case: Case, answers: Mapping[CaseKey, Answer]) -> bool:
 
 
 def lower_bound_of_case_us(case: Case, upper_us: float) -> float:
-    """Return a lower bound of the step time of all plans of a case. It may be weak if it is at least `upper_us`."""
+    """Return a lower bound of the step time of all plans of a case, in microseconds.
+
+    The result is the larger of two lower bounds. The second one is not computed if the first one is at least
+    `upper_us`, or if the step time of the schedule has a closed form.
+    """
     if case.bound_us >= upper_us or case.schedule.has_closed_form:
         return case.bound_us
     return max(case.bound_us, least_us_in_any_order(case))
@@ -342,7 +346,11 @@ def fastest_schedules_us(answers: Iterable[Answer], most: int) -> dict[ScheduleN
 
 
 def key_without_schedule(case: Case) -> tuple[object, ...]:
-    """Return a key that is equal for two cases if only their schedules differ, and these place the stages alike."""
+    """Return a key of a case that contains the schedule's placement of stages, but not the schedule.
+
+    Two cases with different schedules have the same key if they place the stages alike and agree in the other fields of
+    `CaseKey`.
+    """
     return CaseKey.of(case)._replace(schedule=GPIPE), case.schedule.placement
 
 

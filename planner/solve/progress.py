@@ -56,10 +56,14 @@ class SimulationBudget:
         return self._most_actions - self.spent
 
     def try_reserve(self, actions: int, tables: int) -> bool:
-        """Return True and count `tables` as spent, if `actions` also fit into the budget; else return False.
+        """Reserve budget for computing tables and return True, or return False if too little budget would remain.
 
-        `tables` is the time to compute tables, in simulated actions. `actions` are simulated later. Without a limit,
-        the result is True and nothing is counted.
+        If no limit was given, the result is True and nothing is reserved.
+
+        Args:
+            actions: Number of actions to simulate later, for which budget must remain. They are not reserved.
+            tables: Number of actions that could be simulated in the time that the tables take. If the result is True,
+                this number is counted as spent.
         """
         if not self.is_bounded:
             return True

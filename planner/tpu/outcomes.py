@@ -79,8 +79,8 @@ class CompiledLayer:
         Args:
             kept_outputs: Outputs that are stored for the backward of any layer. The key is the output's index. The
                 value is True if all backwards read the output only as a matmul operand.
-            received: Two sizes in bytes of each received tensor: as sent, and in the largest layout of all layers that
-                read the tensor.
+            received: Two sizes of each received tensor, in bytes. The first one is the size as sent. Layers that read
+                the tensor may need different layouts. The second one is the size in the largest of these layouts.
         """
         return ProgramMemory(
             carried_bytes=self.carried_bytes + sum(self.outputs[n] for n in kept_outputs),

@@ -100,10 +100,13 @@ def compile_program(
 
 
 def make_depend_on_array(outputs: Sequence[Any], gradients: Sequence[Any], num_bytes: int) -> list[Any]:
-    """Return gradients that depend on a large array, which the compiled program must then store before the backward.
+    """Return gradients that force a compiled program to hold a large array in memory between forward and backward.
+
+    The array is computed from the outputs of the forward, and its sum is added to the gradients. The backward therefore
+    cannot begin before the array exists.
 
     Args:
-        outputs: Outputs of the forward, from which the large array is computed.
+        outputs: Outputs of the forward.
         gradients: Gradients of the outputs.
         num_bytes: Size of the large array, in bytes.
     """

@@ -28,7 +28,10 @@ factor, predictions were 0.92 to 1.06 times the memory of programs that were com
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CompiledLayerMemory:
-    """Memory of each layer within one executable, in bytes, with gaps between arrays unless a field excludes them."""
+    """Memory of each layer within one executable, in bytes.
+
+    Sizes include the gaps, that is, the unused memory between arrays. Fields that exclude gaps say so.
+    """
 
     carried: FloatArray
     """Bytes stored from a layer's forward to its backward."""

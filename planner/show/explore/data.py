@@ -129,7 +129,12 @@ class _NearbyStages:
         return cls(chain=chain, menu=menu, layouts=layouts, balances={**even, len(plan.balance): plan.balance})
 
     def widths(self, max_stages: int) -> dict[int, int]:
-        """Return how many layers a cut may move, by number of stages, for about `max_stages` stages in the report."""
+        """Return how many layers a cut may move to either side, for each number of stages of a partition.
+
+        Args:
+            max_stages: Approximate limit on the different stages that result if cuts move this far. All partitions in
+                the report count together.
+        """
         num_layers, own = self.chain.one.num_layers, len(self.chain.request.plan.balance)
         if len(self.chain.pipeline.speeds) * num_layers * (num_layers + 1) // 2 <= max_stages:
             return dict.fromkeys(self.balances, num_layers)

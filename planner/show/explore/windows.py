@@ -178,7 +178,16 @@ def _cut_ranges(balance: Sequence[int], width: int) -> Iterator[range]:
 
 
 def run_length_encode(*columns: IntArray) -> list[int]:
-    """Encode sorted rows, given by their columns, as runs: first row of a run, then last number of its last row."""
+    """Encode sorted rows of numbers as a flat list of runs.
+
+    A run is a sequence of rows. From row to row, the last number grows by 1, and the other numbers stay the same.
+
+    Args:
+        columns: Columns of the rows, all of the same length.
+
+    Returns:
+        For each run, all numbers of its first row, then the last number of its last row.
+    """
     # In a run of rows, the last number grows by 1 from row to row, and the other numbers are equal.
     rows = np.stack(columns, axis=1)
     is_next = (np.diff(rows[:, :-1], axis=0) == 0).all(axis=1) & (np.diff(rows[:, -1]) == 1)

@@ -38,10 +38,11 @@ def training_words(plan: Plan, certainty: Certainty | None) -> list[str]:
 
 
 def shown_run(plan: Plan) -> tuple[TrainingRun, Inputs] | None:
-    """Return the requested training run, and the plan's inputs with the length of this run.
+    """Return the training run to show, and the inputs of the plan with the length of this run.
 
-    If no run was requested, the result is a run of 1T tokens. If the number of tokens per sample or the peak rate of
-    the GPUs is unknown, the result is None.
+    If a run was requested, it is returned with the unchanged inputs. Otherwise, the result is a run of 1T tokens, and
+    the number of tokens in the returned inputs is 1T. For such a run, the number of tokens per sample and the peak rate
+    of the GPUs must be known. If one of them is unknown, the result is None.
     """
     inputs, predicted = plan.inputs, plan.predicted
     if plan.training is not None:

@@ -85,7 +85,10 @@ _WITHOUT_PLAN = {"none": "does not fit", "unknown": "none found"}
 
 
 def sweep_table(sweep: Sweep) -> Table:
-    """Return a table with a row per cluster size, grouped by number of devices."""
+    """Return a table with a row for each combination of a number of devices and a memory per device.
+
+    Rows with the same number of devices form a group.
+    """
     noun = _device_noun(sweep)
     return table(
         sweep.cells,

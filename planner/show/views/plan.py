@@ -92,7 +92,8 @@ def _named_bound_words(plan: Plan) -> str:
 def gap_words(plan: Plan) -> str:
     """Return the gap between the plan's step time and the lower bound of all allowed plans, as text.
 
-    Plans with named schedules (all but `search`) may have a higher lower bound. The text then has the gap to it, too.
+    All schedules except `search` are named schedules. If a higher lower bound is known for plans with named schedules,
+    the text also contains the gap between the step time and that bound.
     """
     named_gap = plan.solver.named_gap(plan.predicted.step_us)
     over_named = "" if named_gap is None else f", over the named schedules {_gap_text(named_gap)}"

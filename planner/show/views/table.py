@@ -93,7 +93,10 @@ class Table:
         return tuple(zip(*(column.texts() for column in self.columns), strict=True))
 
     def time_units(self) -> Mapping[str, TimeUnit]:
-        """Return the unit of time for each denominator (`Column.per`)."""
+        """Return the unit of time that columns with the same `Column.per` share.
+
+        The keys are the values of `Column.per` in this table, such as `micro-batch` for times per micro-batch.
+        """
         times: dict[str, list[float]] = {}
         for column in self.columns:
             if column.per:
@@ -111,7 +114,9 @@ def column(
     drop: int = 0,
     marked: frozenset[int] = frozenset(),
 ) -> tuple[Column, Callable[[Row], Value]]:
-    """Return the definition of a column for `table`: the column without values, and `value`.
+    """Return a pair that defines a column for `table`: a `Column` without values, and the function `value`.
+
+    The function `table` fills the column with the result of `value` for each row.
 
     Args:
         name: Name of the column.

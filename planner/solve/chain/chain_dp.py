@@ -140,13 +140,16 @@ class CutDynamicProgram:
     ) -> ChainCuts | None:
         """Return the partition of smallest `ChainCuts.rank` among those faster than `upper_us`; None if there is none.
 
+        The search stops early if the number of partial plans exceeds both `most_per_count` and `enough_in_all`. It then
+        returns the best partition found so far, and `is_exhaustive` is False.
+
         Args:
             upper_us: Step time to beat, in microseconds.
             most_plans: Largest number of partial plans to keep that begin at the same layer; None to keep all. With a
                 number, the search may miss the best partition.
             best_rank: Value of `ChainCuts.rank` to beat, or None.
-            most_per_count: Limit on partial plans with equally many stages.
-            enough_in_all: Limit on all partial plans. The search stops when both limits are exceeded.
+            most_per_count: Limit on the partial plans with equally many stages.
+            enough_in_all: Limit on all partial plans together.
         """
         levels = [self._root()]
         best: ChainCuts | None = None

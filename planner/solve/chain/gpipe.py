@@ -40,7 +40,10 @@ class TableWidth:
     _longest_us: float = 0.0
 
     def widen(self, upper_us: float) -> bool:
-        """Increase `width`, or return False if no plan faster than `upper_us` has a longer stage."""
+        """Increase `width` and return True, or return False if `width` already suffices.
+
+        The width suffices if no plan faster than `upper_us` has a stage with more layers than `width`.
+        """
         # The tables have the stages whose time is below a limit. The first call sets a low limit. With an infinite
         # `upper_us`, later calls double it; otherwise they set it to the longest stage of a faster plan.
         case = self.case

@@ -123,7 +123,15 @@ class Recurrence(Protocol):
         """
 
     def clamp_to_lower_bounds(self, states: PlanStates, earlier: EarlierLayers) -> PlanStates:
-        """Return the states with each value raised to its smallest value in any complete plan."""
+        """Return the states after raising values as far as this cannot make any complete plan worse.
+
+        For example, the longest forward time is raised to a lower bound of the longest forward time of complete plans.
+        Raised values are more often equal, so the search can drop more partial plans as dominated.
+
+        Args:
+            states: States of the partial plans.
+            earlier: Lower bounds for the layers before the partial plans.
+        """
 
     def bound_us(self, states: PlanStates, earlier: EarlierLayers) -> FloatArray:
         """Return, for each partial plan, a lower bound of the step time of complete plans that contain it."""

@@ -117,7 +117,8 @@ class Descent(ABC, Generic[CandidateT]):
             starts: Partitions to start from.
             most_actions: Limit on simulated actions.
             most_restarts: Largest number of restarts in a row without a better plan.
-            promising: Multiple of `Progress.upper_us` above which the search does not restart.
+            promising: Limit on the best result's step time for restarts, as a multiple of `Progress.upper_us`. If the
+                best result exceeds the memory limits, the search restarts anyway.
         """
         begin, ordered = self.progress.budget.spent, sorted(starts, key=lambda start: start.rank)
         batches = most_actions // (2 * self.evaluator.num_actions + BATCH)

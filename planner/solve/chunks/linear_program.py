@@ -118,8 +118,8 @@ class LinearProgram:
 
     Args:
         evaluator: Evaluator for this number of devices.
-        reference_cuts: Cuts of any partition. Memory is limited only at points in the step where this partition may
-            need most.
+        reference_cuts: Cuts of any partition. The program limits memory only at those points in the step at which
+            this partition may need the most memory.
         scale_us: Approximate step time in microseconds, which sets the units of the program.
     """
 

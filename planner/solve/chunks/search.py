@@ -270,7 +270,7 @@ def _rows(evaluator: Evaluator) -> int:
 
 
 def approximate_work(evaluator: Evaluator) -> int:
-    """Estimate the time that the linear program takes, in simulated actions."""
+    """Estimate how many actions could be simulated in the time that it takes to solve the linear program."""
     # The time grows approximately with the square of the size.
     return approximate_num_constraints(evaluator) ** 2 // _ROWS_SQUARED
 

@@ -98,9 +98,10 @@ def cheapest_recomputed_layers(
 
 
 class MemoryLimit(NamedTuple):
-    """Limit on the memory of a stage at one point in the step: weight * saved bytes + peak <= bytes.
+    """Limit on the memory of a stage at one point in the step: weight * saved bytes + peak bytes <= bytes.
 
-    The saved bytes are those of one micro-batch. The peak is the memory of the running layer.
+    The saved bytes are those of one micro-batch. `weight` is the number of micro-batches with saved bytes. The peak
+    bytes are the memory of the running layer.
     """
 
     bytes: float

@@ -87,15 +87,16 @@ def follow_order(
 ) -> ActionOrder | None:
     """Return an action order close to a preferred one, as far as dependencies and memory allow.
 
-    A free device runs the first of its next `lookahead` preferred actions that can run.
+    A free device runs the first of its next `lookahead` preferred actions that can run. It may also wait instead (see
+    `patience`).
 
     Args:
         problem: The stages with their times and memory.
         preferred: All actions of each device, in the preferred order; micro-batches of a stage ascend. A stage may run
             B for some micro-batches, and I and W for others.
         lookahead: Number of remaining preferred actions to choose from.
-        patience: Longest wait for the input of an earlier preferred action, as a multiple of the duration of the action
-            that waits.
+        patience: Limit on the time that a device waits for the input of an earlier preferred action, although it could
+            run a later one. The limit is a multiple of the duration of the later action (for B: of the duration of I).
         limit_us: Longest allowed step time; the simulation stops when the order must exceed it.
 
     Returns:

@@ -133,10 +133,11 @@ class OrderSearch:
         return self._improve_exactly(rows, most_actions, _LOOKAHEAD[0])
 
     def improve_strictly(self, rows: Rows, most_actions: int) -> SimulatedOrder | None:
-        """Improve orders as `improve` does, but devices never run an action earlier than a changed order says.
+        """Improve the action orders `rows` like `improve`, but let no device run an action before its turn.
 
-        Such an early action often exceeds the device's memory. Without it, an order may have to be changed in many
-        places until it is faster.
+        With `improve`, a device can run a later action while its next action has to wait. The later action often
+        exceeds the device's memory. With this method, the device waits. An order may then become faster only after the
+        search has changed it in many places.
         """
         self._simulate(rows)
         return self._improve_exactly(rows, most_actions, lookahead=1)
