@@ -109,7 +109,7 @@ def write_engine_files(
     Raises:
         InfeasibleError: With the chosen engine, a device needs more memory than its limit.
         UsageError: The engine cannot run the plan, an input would be overwritten, or the nodes have too few devices.
-            Also raised if a plan in `smaller` has another mini-batch than `plan`, or too many processes.
+            Also raised if a plan in `smaller` has another mini-batch size than `plan`, or not fewer processes.
         FileError: A file cannot be written, or was edited.
     """
     refuse_tensor_parallel_or_sharded(engine, plan)

@@ -78,7 +78,7 @@ def emit_native(
 
     Raises:
         UsageError: A plan does not match the profile, or has tensor parallelism or a sharded optimizer. Also raised if
-            the profile names no model, or a plan in `smaller` has another mini-batch or too many processes.
+            the profile names no model, or a plan in `smaller` has another mini-batch size or not fewer processes.
     """
     refuse_tensor_parallel_or_sharded("native", plan)
     layout = PlanLayout.of(plan, profile)

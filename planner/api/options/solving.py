@@ -96,8 +96,8 @@ class SolverOptions:
         int | None,
         Option(
             "B",
-            "Samples per optimizer step; default: the largest profiled size; if below the number of devices, its "
-            "smallest multiple that is not.",
+            "Samples per optimizer step; default: the largest profiled size, or its first multiple that is at least "
+            "the number of devices.",
             _BATCH,
         ),
     ] = None
@@ -152,7 +152,7 @@ class SolverOptions:
         Option(
             "|".join(get_args(RecomputePolicy)),
             "Recomputation of activations. except-last: of all micro-batches but the last; auto: chosen for each "
-            "stage; layers: chosen for each stage or for each of its layers.",
+            "stage; layers: as auto, or for single layers of a stage.",
             _BATCH,
         ),
     ] = "auto"
