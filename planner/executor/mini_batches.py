@@ -162,7 +162,10 @@ class MiniBatches:
         return [float(part.micro_batch_size) for part in parts for _ in range(part.micro_batches)]
 
     def input_tensors(self, part: MiniBatchPart) -> list[Tensor]:
-        """Return the model's input tensors on the device, in the planned precision; none without the first stage."""
+        """Return the model's input tensors on the device, in the planned precision.
+
+        The list is empty on ranks that do not run the first stage.
+        """
         if not self._job.place.is_first:
             return []
         return tensors_in_value(to_precision(to_device(part.batch.inputs, self._job.device), self._job.balance.dtype))

@@ -52,7 +52,7 @@ class ArgumentLeaf:
 
 @dataclass(frozen=True)
 class NamedLeaf:
-    """Leaf of a recorded result: a parameter or module of the model, given by its name."""
+    """Parameter or module of the model in the result of a recorded call, given by its name."""
 
     name: str
 

@@ -81,7 +81,8 @@ class LayerToMeasure:
     def run(self, values: Sequence[Any], received: MeasurementInput) -> list[Any]:
         """Run the layer's forward on a flat list of inputs, and return a flat list of outputs.
 
-        `received` has the structure of the inputs and the targets of the loss.
+        `received` tells how `values` are nested in the layer's input. For the last layer, it also has the targets that
+        the loss needs.
         """
         with forward_context(self.precision, self.device), without_reentrant_checkpointing():
             output = self.module(tree_unflatten(list(values), received.spec))

@@ -271,7 +271,9 @@ def subtract_shared(
 
 
 def counts_with_permanent_bytes(counts: Sequence[FloatArray]) -> FloatArray:
-    """Return the counts of all devices as one array for `device_peaks`, with a count of 1 for the permanent bytes.
+    """Return the counts of all devices as one array for `device_peaks`.
+
+    On the last axis, it has a 1 for the permanent bytes, then the counts of each kind of allocation.
 
     `counts` has one array per device: the number of allocations of each kind (`PARTS`) at each point in the step, shape
     (points, chunks, parts). The result has the shape (devices, points, chunks, 1 + parts).
@@ -347,7 +349,7 @@ def bytes_by_component(parts: FloatArray) -> FloatArray:
     """Return the bytes of each kind of allocation (`PARTS`) by the components that a plan lists (`ITEMS`).
 
     Args:
-        parts: Bytes of one allocation of each kind, as whole numbers; shape (..., parts).
+        parts: Bytes of one allocation of each kind, whole numbers, to divide among components; shape (..., parts).
 
     Returns:
         Shape (..., parts, components). The sum over the components is `parts`.

@@ -21,7 +21,7 @@ class PassedTensor(NamedTuple):
 
 
 class CrossingBytes(NamedTuple):
-    """Bytes of a storage that crosses boundaries, and whether its creator or a receiver saves it for backward."""
+    """Bytes of a tensor's storage that crosses boundaries between layers, and which layers save it for backward."""
 
     until: int
     bytes: tuple[float, float, float]

@@ -213,7 +213,7 @@ class CheckedModel:
 
     @property
     def compared_cuts(self) -> dict[int, int]:
-        """Cuts of the user's model that are compared, each with its equivalent cut of `chain`."""
+        """For each compared cut of the user's model, the equivalent cut of `chain`, which the check trains."""
         places = {end: cut for cut, end in enumerate(self.chain.ends, start=1)}
         kept = {name: index for index, name in enumerate(self.whole.names)}
         shown: dict[int, int] = {}

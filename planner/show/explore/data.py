@@ -132,8 +132,8 @@ class _NearbyStages:
         """Return how many layers a cut may move to either side, for each number of stages of a partition.
 
         Args:
-            max_stages: Approximate limit on the different stages that result if cuts move this far. All partitions in
-                the report count together.
+            max_stages: Approximate limit on the number of different stages that result if cuts move this far, in all
+                partitions that the explorer's page has.
         """
         num_layers, own = self.chain.one.num_layers, len(self.chain.request.plan.balance)
         if len(self.chain.pipeline.speeds) * num_layers * (num_layers + 1) // 2 <= max_stages:

@@ -22,7 +22,9 @@ _SIMULATIONS: Final = 4
 
 
 def quick_answers(cases: Sequence[Case], deadline: Deadline, *, upper_us: float) -> list[Answer]:
-    """Return the plans under 1F1B that short searches find, at most one for each `width_replicas_and_micro_batches`.
+    """Return the plans under 1F1B that short searches find.
+
+    There is at most one for each combination of tensor-parallel width, replicas and number of micro-batches.
 
     Args:
         cases: Combinations to search. Their schedules are replaced by 1F1B.
