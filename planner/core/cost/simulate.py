@@ -180,8 +180,7 @@ def makespans(
 ) -> FloatArray:
     """Return the step time of each of several partitions of a chain, in microseconds.
 
-    With `own_us`, this is the time from the start of a step to the start of the next one, as `period_us` returns it.
-    Without `own_us`, it is the end of the last action, as `last_end_us` returns it. The results are equal bit for bit.
+    With `own_us`, this is the time from one step to the next (`period_us`), else that of the last end (`last_end_us`).
 
     Args:
         actions: Actions of each device, in order.
