@@ -6,7 +6,7 @@ a linear inequality (`StageLayers`):
     fixed + weight · saved + peak <= limit
 
     fixed    bytes that do not depend on the choice
-    weight   number of micro-batches in flight
+    weight   number of micro-batches whose saved bytes are in memory
     saved    bytes that a micro-batch saves in the stage for its backward
     peak     highest temporary memory while a layer runs
 
@@ -107,7 +107,7 @@ class MemoryLimit(NamedTuple):
     bytes: float
     """Memory limit minus all memory that does not depend on the recomputed layers."""
     weight: int
-    """Number of micro-batches in flight."""
+    """Number of micro-batches whose saved bytes are in memory at this point."""
     peak: int
     """Index of the field of `LayerPeaks` for the running pass; -1 if no layer of the stage runs."""
 
