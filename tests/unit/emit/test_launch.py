@@ -127,7 +127,7 @@ SBATCH = {
 STUBS = {
     "srun": 'shift 5; "$@"',
     "torchrun": 'printf "%s\\0" "$@" > torchrun; while [ ! -e told ]; do sleep 0.02; done; exit $(cat told)',
-    "scancel": 'echo "$@" > scancel; echo 1 > code; mv code told',
+    "scancel": 'echo "$@" > scancel; echo 1 > code; mv code told; sleep 0.2',  # the step ends first
     "scontrol": '[ "$1" = show ] && echo node7 || echo "$@" > scontrol',
 }
 """Stubs of the programs that the script calls; the file `told` ends the step with an exit code."""
