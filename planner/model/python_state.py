@@ -56,7 +56,9 @@ TENSORS = ".tensors"
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 """Names of the attributes in which every module has its hooks."""
-_TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+"""Names of the attributes in which a parameter has its hooks, if it has any."""
 
 _DEEPEST = 6
 """Nesting depth up to which attributes and containers are searched for numbers."""
@@ -120,7 +122,7 @@ def numbers_in_hooks(modules: Mapping[str, nn.Module]) -> dict[str, float]:
         for table in HOOKS:
             _add(numbers, f"{path}.hooks", list(vars(module)[table].values()), 0)
         for name, parameter in module.named_parameters(path, recurse=False):
-            hooks = [hook for table in _TENSOR_HOOKS for hook in (getattr(parameter, table, None) or {}).values()]
+            hooks = [hook for table in TENSOR_HOOKS for hook in (getattr(parameter, table, None) or {}).values()]
             _add(numbers, f"{name}.hooks", hooks, 0)
     return numbers
 

@@ -1,9 +1,7 @@
 """Convert the measurements to a profile of every layer. Layers with equal operators share their measurements."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-
-import numpy as np
+from dataclasses import dataclass, field
 
 from planner.core.cost.costs import saved_bytes
 from planner.core.values.profile import LayerProfile, MemoryDetail, TiedGroup
@@ -57,17 +55,20 @@ def layer_profiles(task: ProfilingTask, costs: MeasuredCosts) -> tuple[LayerProf
     saved = [saved_bytes([memory[unit.digest, size] for unit in records.units]) for size in records.sizes]
     tied = tied_parameters(chain.layers)
     views = _view_gradients(chain.layers, records, tied)
-    names = [layer.name for layer in chain.layers]
-    entries_us = [entry_times_us(names, size, task.measurements.entries_us) for size in records.sizes]
-    profiles = [
-        _layer_profile(task, n, costs, saved=tuple(of_size[n] for of_size in saved), tied=tied, views=views)
-        for n in range(len(chain.layers))
-    ]
-    if not np.any(entries_us):
-        return tuple(profiles)
+    names, entries_us = [layer.name for layer in chain.layers], task.measurements.entries_us
+    # All times are 0 on GPUs.
+    entries = [entry_times_us(names, size, entries_us) for size in records.sizes if any(map(any, entries_us.values()))]
     return tuple(
-        replace(layer, entry_us=tuple(round(float(us), 1) for us in of_sizes))
-        for layer, of_sizes in zip(profiles, np.transpose(entries_us), strict=True)
+        _layer_profile(
+            task,
+            n,
+            costs,
+            entry_us=tuple(round(of_size[n], 1) for of_size in entries),
+            saved=tuple(of_size[n] for of_size in saved),
+            tied=tied,
+            views=views,
+        )
+        for n in range(len(chain.layers))
     )
 
 
@@ -76,6 +77,7 @@ def _layer_profile(
     n: int,
     costs: MeasuredCosts,
     *,
+    entry_us: tuple[float, ...],
     saved: tuple[int, ...],
     tied: Mapping[str, tuple[str, ...]],
     views: Mapping[str, Collection[str]],
@@ -110,6 +112,7 @@ def _layer_profile(
         optimizer_boundary_peak_bytes=costs.optimizer_boundary_peaks[n],
         forward_us=tuple(round(t.forward_us, 1) for t in times),
         backward_us=tuple(round(t.backward_us, 1) for t in times),
+        entry_us=entry_us,
         backward_input_us=tuple(round(input_us, 1) for input_us, _ in half_times),
         backward_weight_us=tuple(round(weight_us, 1) for _, weight_us in half_times),
         spread=tuple(round(t.spread, 4) for t in times),

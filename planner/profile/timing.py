@@ -189,8 +189,6 @@ def entry_times_us(
         entries_us: Repeated measurements, for names of layers and micro-batch sizes.
     """
     medians = {n: median_us(entries_us[name, size]) for n, name in enumerate(names) if (name, size) in entries_us}
-    if not medians:
-        return [0.0] * len(names)
     return np.interp(range(len(names)), list(medians), list(medians.values())).tolist()
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from planner.core.errors import ModelError
 from planner.core.values.units import format_bytes
@@ -14,6 +14,7 @@ from planner.executor.equivalence.isolation import ChildError
 from planner.executor.run.shapes import ChainShapes, chain_shapes
 from planner.model.chain import Chain, shared_parameters
 from planner.model.load import LoadedModel
+from planner.model.python_state import HOOKS, TENSOR_HOOKS
 from planner.model.recording import END, ModuleCall
 from planner.model.reference import LayerStart, ReferenceOptions, mini_batch
 from planner.model.shortened import repeated_layers, shorten_model, skipped_modules
@@ -112,16 +113,9 @@ def _layer_keys(chain: Chain, digests: Sequence[str]) -> list[Hashable]:
 
 def _num_hooks(module: nn.Module) -> int:
     modules = list(module.finished_modules.values()) if isinstance(module, ModelStage) else list(module.modules())
-    tables = [
-        table
-        for part in modules
-        for table in (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks)
-    ]
-    return sum(map(len, tables)) + sum(_hooks_of(parameter) for parameter in module.parameters())
-
-
-def _hooks_of(tensor: Tensor) -> int:
-    return len(tensor._backward_hooks or ()) + len(getattr(tensor, "_post_accumulate_grad_hooks", None) or ())
+    tables = [getattr(part, name) for part in modules for name in HOOKS]
+    tables += [getattr(p, name, None) or {} for p in module.parameters() for name in TENSOR_HOOKS]
+    return sum(map(len, tables))
 
 
 @dataclass(frozen=True, kw_only=True)
