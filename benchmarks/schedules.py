@@ -93,8 +93,10 @@ def _published_row(
         )
         for k in range(devices)
     )
-    own_us = (0.0,) * devices
-    named = [1 - work / period_us(SCHEDULES[n].actions(devices, micro_batches), times, own_us) for n in _NAMED]
+    between_steps_us = (0.0,) * devices
+    named = [
+        1 - work / period_us(SCHEDULES[n].actions(devices, micro_batches), times, between_steps_us) for n in _NAMED
+    ]
     cells, started = [], time.process_time()
     for limit in (1, 2):
         problem = OrderProblem(
@@ -104,7 +106,7 @@ def _published_row(
             footprints=(ApproximateStageMemory(always=0.0, held=1.0, between=between, above=0.0),) * devices,
             is_whole=(False,) * devices,
             limits_bytes=(limit * devices + 1e-9,) * devices,
-            own_us=own_us,
+            between_steps_us=between_steps_us,
         )
         models = [SCHEDULES[n].actions(devices, micro_batches) for n in _NAMED[1:]]
         found = OrderSearch(problem, lambda _: True, models).search(_ACTIONS)

@@ -124,7 +124,7 @@ def judge(costs: ChainCosts, balance: Balance, *, micro_batches: int, cap_bytes:
         recompute.append(fits[0])
     partition = Partition(schedule="gpipe", micro_batches=micro_batches, balance=balance, recompute=tuple(recompute))
     evaluation = Evaluation(costs, partition, Cluster(memory_bytes=(cap_bytes,) * len(balance)))
-    return max(event.end_us for event in evaluation.events) + evaluation.optimizer_us
+    return max(event.end_us for event in evaluation.events) + evaluation.optimizer_delay_us
 
 
 def _stage_bytes(costs: ChainCosts, first: int, end: int, micro_batches: int, recompute: Recompute) -> int:

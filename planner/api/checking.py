@@ -17,7 +17,7 @@ from planner.core.judge.verdict import Verdict, checkable_report, judge, with_di
 from planner.core.values.devices import accelerator
 from planner.core.values.findings import Finding, finding
 from planner.core.values.plan import Inputs, Plan
-from planner.core.values.precision import precision_of
+from planner.core.values.precision import precision_option_of
 from planner.core.values.profile import Profile
 
 enable_notebook_display(Verdict)
@@ -89,7 +89,7 @@ def _changes(model: str, profile: Profile) -> tuple[Finding, ...]:
     from planner.model import reload_model  # noqa: PLC0415 - torch
     from planner.profile.structure import model_changes  # noqa: PLC0415 - torch
 
-    loaded = reload_model(model, profile.model, precision_of(profile.environment.dtype))
+    loaded = reload_model(model, profile.model, precision_option_of(profile.environment.dtype))
     return tuple(
         finding("GP301", f'layer "{change.layer}" {change.message}' if change.layer else change.message)
         for change in model_changes(loaded, profile)

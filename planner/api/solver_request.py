@@ -18,7 +18,7 @@ from planner.core.values.calibration import Calibration
 from planner.core.values.cluster import ExecutorCost, Link
 from planner.core.values.limits import MOST_BATCH, truncate
 from planner.core.values.plan import Inputs, ProfileReference, RecomputePolicy, ScheduleName, memory_limit_of_device
-from planner.core.values.precision import precision_of
+from planner.core.values.precision import precision_option_of
 from planner.core.values.profile import Profile
 from planner.core.values.units import parse_us
 from planner.solve.request import Request, Solver
@@ -113,7 +113,7 @@ def _inputs(
         chunks=1 if cuts and schedule == "auto" and options.chunks == "auto" else _chunks(options.chunks, schedule),
         recompute=recompute,
         optimizer=profile.optimizer,
-        dtype=precision_of(profile.environment.dtype),
+        dtype=precision_option_of(profile.environment.dtype),
         **recorded_values(options),
     )
 

@@ -13,7 +13,7 @@ from planner.core.errors import UsageError
 from planner.core.values.cluster import Link
 from planner.core.values.devices import ACCELERATORS
 from planner.core.values.limits import BANDWIDTHS, LARGEST, MOST_DEVICES, PRICES, SPEEDS, check_limit, truncate
-from planner.core.values.precision import PRECISIONS, Precision, precision_of
+from planner.core.values.precision import PRECISIONS, Precision, precision_option_of
 from planner.core.values.units import (
     parse_bytes,
     parse_bytes_per_s,
@@ -172,9 +172,9 @@ def parse_precision(value: str | None) -> Precision:
     """Return the precision, such as `bf16-mixed`; empty for None."""
     if value is None:
         return ""
-    if not precision_of(value):
+    if not precision_option_of(value):
         raise UsageError(f"unknown precision `--dtype {value}`", hint=f"one of {', '.join(PRECISIONS)}")
-    return precision_of(value)
+    return precision_option_of(value)
 
 
 def parse_speeds(value: str | float | Sequence[float], devices: int) -> tuple[float, ...]:

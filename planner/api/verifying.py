@@ -30,9 +30,9 @@ from planner.core.judge.verification import (
     verification_of,
 )
 from planner.core.values.balance import replan_command
-from planner.core.values.devices import training_kind
+from planner.core.values.devices import training_device_kind
 from planner.core.values.plan import Plan
-from planner.core.values.precision import precision_of
+from planner.core.values.precision import precision_option_of
 from planner.core.values.profile import Profile
 from planner.core.values.proof import Proof
 from planner.core.values.run_report import RunReport
@@ -153,7 +153,7 @@ def _report_of(run: File | RunReport, plan: Plan, profile: Profile, place: str) 
             f"{name} belongs to another plan than {'this' if place == NOWHERE else place}",
             hint="name the plan that was passed to `emit`; an edited plan is another plan",
         )
-    kind = training_kind(profile.device.kind)
+    kind = training_device_kind(profile.device.kind)
     if report.device.kind != kind:
         raise UsageError(f"{name} was made on {report.device.kind}, the plan is for {kind}")
     samples = samples_per_step_if_unplanned(report)
@@ -169,7 +169,7 @@ def _loaded(profile: Profile, folder: str) -> "LoadedModel":
     from planner.model import reload_model  # noqa: PLC0415 - torch
 
     source = str(Path(folder, profile.model.source))
-    return reload_model(source, profile.model, precision_of(profile.environment.dtype))
+    return reload_model(source, profile.model, precision_option_of(profile.environment.dtype))
 
 
 def _other_losses(plan: Plan, loaded: "LoadedModel", report: RunReport) -> tuple[str, ...]:
@@ -243,7 +243,7 @@ def run_plan(
 
 def reason_times_are_invalid(plan: Plan, profile: Profile) -> str:
     """Return why a plan's step times cannot be measured on this machine; empty if they can."""
-    if training_kind(profile.device.kind) != "cpu":
+    if training_device_kind(profile.device.kind) != "cpu":
         return ""
     return core_shortage_reason(plan.num_devices * plan.replicas, profile.environment.threads, usable_cores())
 

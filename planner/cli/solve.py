@@ -16,7 +16,7 @@ from planner.cli.console import Console, style_for_stdout
 from planner.cli.options import Format, Output, ProfileFiles, Quiet, check_format, with_options
 from planner.core.schedule import SCHEDULES, schedule_of
 from planner.core.values.cluster import Link
-from planner.core.values.devices import training_kind
+from planner.core.values.devices import training_device_kind
 from planner.core.values.units import bytes_option, format_bytes, format_us, pluralize
 
 if TYPE_CHECKING:
@@ -207,7 +207,7 @@ def _notes(console: Console, plan: "Plan", profile: "Profile", *, extrapolated: 
         console.note(
             "note: every replica has the whole optimizer; with `--shard-optimizer` they divide it (ZeRO stage 1)"
         )
-    if inputs.link == Link() and not inputs.links and training_kind(profile.device.kind) != "cpu":
+    if inputs.link == Link() and not inputs.links and training_device_kind(profile.device.kind) != "cpu":
         console.note("note: no `--link`: transfers between stages are assumed to cost nothing")
     share = plan.predicted.recompute_share
     if inputs.recompute == "auto" and share >= _MUCH_RECOMPUTED and profile.device.how != "compiled":

@@ -10,9 +10,9 @@ from pathlib import Path
 from planner import __version__
 from planner.core.errors import UsageError
 from planner.core.values.balance import Balance, RunPrediction, StageBalance, cuts_path, launch_command
-from planner.core.values.devices import training_kind
+from planner.core.values.devices import training_device_kind
 from planner.core.values.plan import Inputs, Plan, Stage
-from planner.core.values.precision import precision_of
+from planner.core.values.precision import precision_option_of
 from planner.core.values.profile import THIS_TOOL, Device, Profile
 from planner.core.values.units import format_bytes, format_speed, format_us, pluralize
 from planner.emit.layout import PlanLayout, refuse_tensor_parallel_or_sharded
@@ -90,7 +90,7 @@ def emit_native(
         return RunPrediction(
             step_us=of.predicted.step_us,
             reserve_bytes=of.inputs.reserve_bytes,
-            device="" if training_kind(profile.device.kind) == profile.device.kind else profile.device.kind,
+            device="" if training_device_kind(profile.device.kind) == profile.device.kind else profile.device.kind,
             solve=() if repeat_options is None else repeat_options(of.inputs, profile.device),
             # A file from standard input has no path, so that the default name is used.
             **{name: at for name, at in paths.items() if at != "-"},
@@ -206,8 +206,8 @@ def _balance(layout: PlanLayout, profile: Profile, source: str) -> Balance:
         plan_digest=decisions_digest(plan),
         model=replace(profile.model, source=source),
         optimizer=profile.optimizer,
-        dtype=precision_of(profile.environment.dtype),
-        device=training_kind(profile.device.kind),
+        dtype=precision_option_of(profile.environment.dtype),
+        device=training_device_kind(profile.device.kind),
         threads=profile.environment.threads,
         schedule=plan.schedule,
         chunks=plan.chunks,

@@ -13,11 +13,11 @@ from typing import Final, NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.core.cost.allocations import stage_memory_by_allocation
 from planner.core.cost.evaluate import Evaluation
-from planner.core.cost.memory import single_stage_table
+from planner.core.cost.memory import single_stage_memory_table
 from planner.core.cost.partition import Partition
-from planner.core.cost.parts import stage_memory_parts
-from planner.core.cost.peak_points import PartCounts, optimizer_step_counts, part_counts
+from planner.core.cost.peak_points import AllocationCounts, allocation_counts, optimizer_step_counts
 from planner.core.cost.simulate import Event, StageTimes
 from planner.core.schedule import KINDS, Letter, sending_stage
 from planner.core.schedule.kinds import ActionKind
@@ -138,10 +138,10 @@ def _spans(event: Event, times: Sequence[StageTimes], partition: Partition) -> I
 def _optimizer_spans(spans: Sequence[Span], evaluation: Evaluation) -> Iterator[Span]:
     # The spans of a device are sorted by time, so the last one of a device remains.
     last_backward = {span.device: span.end_us for span in spans if span.kind in BY_LABEL}
-    for device, own_us in enumerate(evaluation.between_steps_us.tolist()):
+    for device, between_steps_us in enumerate(evaluation.between_steps_us.tolist()):
         end_us = last_backward[device]
-        if own_us > 0:
-            yield Span(kind="optimizer", device=device, stage=device, start_us=end_us, end_us=end_us + own_us)
+        if between_steps_us > 0:
+            yield Span(kind="optimizer", device=device, stage=device, start_us=end_us, end_us=end_us + between_steps_us)
 
 
 def _memory(spans: Sequence[Span], evaluation: Evaluation) -> tuple[tuple[MemoryLevel, ...], ...]:
@@ -150,7 +150,7 @@ def _memory(spans: Sequence[Span], evaluation: Evaluation) -> tuple[tuple[Memory
         if span.kind in BY_LABEL:
             computing[span.device].append(span)
     levels = []
-    for device, counts in enumerate(part_counts(evaluation.actions)):
+    for device, counts in enumerate(allocation_counts(evaluation.actions)):
         device_bytes = _DeviceBytes.of(_stage_bytes(device, evaluation), counts, evaluation.cluster.reserve_bytes)
         peak = sum(evaluation.memory[k].total for k in evaluation.partition.chunks_of(device))
         levels.append(tuple(_levels(computing[device], device_bytes, peak)))
@@ -162,12 +162,12 @@ class _StageBytes(NamedTuple):
 
     always: FloatArray
     """Bytes that exist during the whole step, shape (components,)."""
-    parts: FloatArray
-    """Bytes that exist only at some points in the step, shape (parts, components)."""
+    allocation_bytes: FloatArray
+    """Bytes that exist only at some points in the step, shape (allocations, components)."""
 
     def at(self, counts: IntArray) -> FloatArray:
         # Each component is rounded separately to whole bytes, as in plan files.
-        whole: FloatArray = np.rint(self.always + counts @ self.parts).sum(axis=1)
+        whole: FloatArray = np.rint(self.always + counts @ self.allocation_bytes).sum(axis=1)
         return whole
 
 
@@ -175,8 +175,8 @@ def _stage_bytes(device: int, evaluation: Evaluation) -> list[_StageBytes]:
     partition, schedule = evaluation.partition, evaluation.partition.schedule_object
     if not schedule.has_known_peak_points:
         chunks = [evaluation.chunk_memories[k] for k in partition.chunks_of(device)]
-        return [_StageBytes(np.array([float(chunk.always.total)]), chunk.parts[:, None]) for chunk in chunks]
-    stages, recompute = single_stage_table(
+        return [_StageBytes(np.array([float(chunk.always.total)]), chunk.allocation_bytes[:, None]) for chunk in chunks]
+    stages, recompute = single_stage_memory_table(
         evaluation.costs.of_replicas(partition.replicas),
         *partition.intervals()[device],
         micro_batches=partition.micro_batches,
@@ -184,7 +184,7 @@ def _stage_bytes(device: int, evaluation: Evaluation) -> list[_StageBytes]:
         recomputed=partition.recomputed_in(device),
     )
     in_flight = schedule.in_flight(device, partition.num_devices, partition.micro_batches)
-    return [_StageBytes(*stage_memory_parts(stages, recompute, in_flight=in_flight).one_stage_by_component())]
+    return [_StageBytes(*stage_memory_by_allocation(stages, recompute, in_flight=in_flight).one_stage_by_component())]
 
 
 class _DeviceBytes(NamedTuple):
@@ -198,7 +198,7 @@ class _DeviceBytes(NamedTuple):
     """Memory during the optimizer step."""
 
     @classmethod
-    def of(cls, stages: Sequence[_StageBytes], counts: PartCounts, reserve_bytes: int) -> "_DeviceBytes":
+    def of(cls, stages: Sequence[_StageBytes], counts: AllocationCounts, reserve_bytes: int) -> "_DeviceBytes":
         def at(moments: IntArray) -> FloatArray:
             sizes: FloatArray = np.array([stage.at(moments[:, v]) for v, stage in enumerate(stages)])
             total: FloatArray = sizes.sum(axis=0) + reserve_bytes

@@ -8,7 +8,7 @@ from math import inf, isqrt
 
 from planner.core.cost.costs import CostsAtSize, covers_size
 from planner.core.cost.partition import Partition, check_partition
-from planner.core.cost.width import WidthTables, usable_tensor_parallel_widths
+from planner.core.cost.width import CostTablesByWidth, usable_tensor_parallel_widths
 from planner.core.errors import UsageError
 from planner.core.schedule import GPIPE, ListedSchedule, Schedule
 from planner.core.values.cluster import Cluster
@@ -66,7 +66,7 @@ def check_request(profile: Profile, request: Request) -> None:
         _check_balance(request, request.balance, num_layers)
 
 
-def cases_of(profile: Profile, request: Request, *, tables: WidthTables | None = None) -> list[Case]:
+def cases_of(profile: Profile, request: Request, *, tables: CostTablesByWidth | None = None) -> list[Case]:
     """Return all possible combinations of tensor-parallel width, schedule, chunks, replicas and micro-batches.
 
     Args:
@@ -84,7 +84,7 @@ def cases_of(profile: Profile, request: Request, *, tables: WidthTables | None =
         apart=_named(inputs.apart, names, "--apart"),
         balance=request.balance,
     )
-    tables = tables or WidthTables(profile)
+    tables = tables or CostTablesByWidth(profile)
     costs: dict[tuple[int, int, int, bool], CostsAtSize] = {}
     cases = []
     for cluster, replicas in _clusters(profile, inputs):

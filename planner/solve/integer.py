@@ -129,7 +129,7 @@ class _Arcs:
             stages = StageTimeArrays.stacked([problem.stages(level, 0, np.arange(self.num_layers + 1))])
             at = stages.select(*np.nonzero(np.isfinite(stages.forward)))
             before = np.where(at.first > 0, problem.links[level + 1].on_link_us[at.first], 0.0)
-            times = (at.forward, at.backward, at.last_backward, before, at.own_us, at.slack_us - 2 * at.link)
+            times = (at.forward, at.backward, at.last_backward, before, at.between_steps_us, at.slack_us - 2 * at.link)
             columns.append([np.full(len(at.first), place), at.first, at.end, at.choice, *times])
         joined = [np.concatenate(column) for column in zip(*columns, strict=True)]
         if self.is_ordered:  # The stage at the first place begins at layer 0, and no other stage does.

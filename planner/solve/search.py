@@ -6,7 +6,7 @@ from math import inf
 from typing import Final
 
 from planner.core.cost.evaluate import Evaluation
-from planner.core.cost.width import WidthTables
+from planner.core.cost.width import CostTablesByWidth
 from planner.core.errors import SolverError
 from planner.core.schedule import SEARCHED
 from planner.core.values.plan import Plan, ScheduleName, SolverReport
@@ -86,7 +86,9 @@ MOST_WORK: Final = 20_000
 """Largest number of layers times devices for which further requests are solved for hints."""
 
 
-def solve(profile: Profile, request: Request, *, tables: WidthTables | None = None, breaks_ties: bool = True) -> Plan:
+def solve(
+    profile: Profile, request: Request, *, tables: CostTablesByWidth | None = None, breaks_ties: bool = True
+) -> Plan:
     """Return the plan with the smallest step time under the memory limits.
 
     Of equally fast plans, return the one with the lowest peak memory, then with the fewest bytes moved, then with the

@@ -33,7 +33,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from planner.core.cost.chain_costs import ChainCosts
-from planner.core.cost.memory import single_stage_table, stage_memory
+from planner.core.cost.memory import single_stage_memory_table, stage_memory
 from planner.core.cost.partition import Partition
 from planner.core.cost.peak_points import stage_peak_points
 from planner.core.errors import UsageError
@@ -178,7 +178,7 @@ def _program_parts(
     recompute: Recompute,
     recomputed: Collection[int] = (),
 ) -> _ProgramParts:
-    s, _ = single_stage_table(
+    s, _ = single_stage_memory_table(
         costs, first, end, micro_batches=micro_batches, recompute=recompute, recomputed=recomputed
     )
     assert isinstance(costs.memory_model, CompiledLayerMemory)

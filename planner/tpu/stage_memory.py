@@ -10,13 +10,18 @@ from typing import Final
 
 import numpy as np
 
+from planner.core.cost.allocations import (
+    AllocationSize,
+    MemoryByAllocation,
+    build_memory_by_allocation,
+    size_during_action,
+)
 from planner.core.cost.arrays import FloatArray
 from planner.core.cost.chain_costs import prefix_sums
 from planner.core.cost.layer_memory import BACKWARD, FORWARD
-from planner.core.cost.parts import MemoryParts, PartSize, build_memory_parts, running_part
 from planner.core.cost.peak_points import BACKWARDS, FORWARDS
-from planner.core.cost.size_costs import ProfiledLayerCosts, costs_without_records
-from planner.core.cost.stages import StageTable, StageTableBuilder
+from planner.core.cost.size_costs import ProfiledLayerCosts, cost_bounds_without_details
+from planner.core.cost.stages import StageMemoryTable, StageMemoryTableBuilder
 from planner.core.values.plan import Recompute
 from planner.core.values.profile import LayerProfile, ProgramMemory
 
@@ -52,7 +57,7 @@ class CompiledLayerMemory:
     programs: tuple[ProgramMemory, ...]
     """Records of each layer at the profiled micro-batch size nearest to the plan's; empty if they list no arrays."""
 
-    def in_stages(self, builder: StageTableBuilder, micro_batches: int) -> "CompiledStageMemory":
+    def in_stages(self, builder: StageMemoryTableBuilder, micro_batches: int) -> "CompiledStageMemory":
         """Return the memory of each stage of `builder`, computed from the memory of the stage's layers."""
         carried_before = prefix_sums(self.carried)[builder.firsts][:, None]
         return CompiledStageMemory(
@@ -76,8 +81,8 @@ class CompiledStageMemory:
     waiting: FloatArray
     """Padding of activations until a loop over micro-batches stores them flattened."""
 
-    def parts(self, s: StageTable, recompute: Recompute, *, in_flight: int) -> MemoryParts:
-        """Return the memory of stages, split into allocations (`PARTS`), if each stage is compiled as one executable.
+    def memory_by_allocation(self, s: StageMemoryTable, recompute: Recompute, *, in_flight: int) -> MemoryByAllocation:
+        """Return the memory of stages by allocation, if each stage is compiled as one executable.
 
         Args:
             s: Memory of the stages' tensors.
@@ -88,27 +93,29 @@ class CompiledStageMemory:
         # forward creates its activations and then copies them into this memory, so they exist twice.
         kept_bytes, edges = s.input + s.saved, s.input + s.output
         keeps, loops = recompute in ("never", "layers"), in_flight > 1
-        held = PartSize({"in_flight": kept_bytes if keeps else edges}, saved=int(keeps))
+        held = AllocationSize({"in_flight": kept_bytes if keeps else edges}, saved=int(keeps))
         around = self.padding + (self.narrowed if loops else 0.0)
         transfer = s.sent_output + s.input_gradient + s.message
         if not keeps or not (loops or s.recomputes_layers):
-            forward = backward = running_part(s.input if keeps else edges, self.peak_without_loop + around, transfer)
+            forward = backward = size_during_action(
+                s.input if keeps else edges, self.peak_without_loop + around, transfer
+            )
         else:
             # Copies of weights (`narrowed`) are not added: not all activations wait for a slot at the same time, and
             # the copies fit into the memory of the rest.
             making = s.peaks.forward + self.padding + (s.saved + self.waiting if loops else 0.0)
-            forward = running_part(kept_bytes, making, s.message, saved=1 + loops, peak=FORWARD)
-            backward = running_part(kept_bytes, s.peaks.backward + around, transfer, saved=1, peak=BACKWARD)
-        kept = PartSize({"in_flight": np.maximum(kept_bytes, edges)}) if recompute == "except-last" else held
+            forward = size_during_action(kept_bytes, making, s.message, saved=1 + loops, peak=FORWARD)
+            backward = size_during_action(kept_bytes, s.peaks.backward + around, transfer, saved=1, peak=BACKWARD)
+        kept = AllocationSize({"in_flight": np.maximum(kept_bytes, edges)}) if recompute == "except-last" else held
         running = {**dict.fromkeys(FORWARDS, forward), **dict.fromkeys(BACKWARDS, backward)}
-        return build_memory_parts(
+        return build_memory_by_allocation(
             s, recompute, waiting=held, last_waiting=kept, output_gradient=s.sent_output, running=running
         )
 
 
 def compiled_costs(layers: Sequence[LayerProfile], n: int) -> ProfiledLayerCosts:
     """Return the costs of layers that are compiled as one executable, at the n-th profiled micro-batch size."""
-    plain, programs = costs_without_records(layers, n), [layer.program[n] for layer in layers]
+    plain, programs = cost_bounds_without_details(layers, n), [layer.program[n] for layer in layers]
     received = np.append(programs[0].input_bytes, plain.boundaries.input[1:])
     return replace(
         plain,

@@ -51,7 +51,9 @@ def test_simulated_period_is_at_most_the_predicted_one(schedule: Schedule, block
         if not schedule.splits_backward:
             actions = split_backwards(actions, data.draw(st.integers(0, 3)))
         times = data.draw(stages(num_devices * chunks, blocking=blocking))
-        own_us = [data.draw(TIMES) for _ in range(num_devices)]
-        assert mean_period_us(actions, times, own_us) <= period_us(actions, times, own_us) * (1 + 1e-9)
+        between_steps_us = [data.draw(TIMES) for _ in range(num_devices)]
+        assert mean_period_us(actions, times, between_steps_us) <= period_us(actions, times, between_steps_us) * (
+            1 + 1e-9
+        )
 
     shown()

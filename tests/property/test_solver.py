@@ -67,7 +67,7 @@ def check_prediction(problem: Problem, plan: Plan) -> None:
     assert (verdict.fits, [each for each in verdict.findings if each.code != "GP103"]) == (True, [])
     evaluation = Evaluation.of(plan, problem.profile)
     simulated = max(event.end_us for event in evaluation.events)
-    assert plan.predicted.step_us == pytest.approx(simulated + evaluation.optimizer_us, rel=EQUAL)
+    assert plan.predicted.step_us == pytest.approx(simulated + evaluation.optimizer_delay_us, rel=EQUAL)
 
 
 def check_rank(problem: Problem, plan: Plan) -> None:
@@ -201,4 +201,4 @@ def test_brute_force_uses_the_cost_model(data: st.DataObject) -> None:
         assert tuple(block.peaks[row]) == peaks
         evaluation = Evaluation(block.tables.costs, block.partition(row), space.inputs.cluster)
         simulated = max(event.end_us for event in evaluation.events)
-        assert evaluation.step_us == pytest.approx(simulated + evaluation.optimizer_us, rel=EQUAL)
+        assert evaluation.step_us == pytest.approx(simulated + evaluation.optimizer_delay_us, rel=EQUAL)

@@ -20,7 +20,7 @@ from planner.core.cost.device_memory import chunk_memory, shared_bytes, subtract
 from planner.core.cost.evaluate import Evaluation
 from planner.core.cost.memory import peak_bytes_of_stages, stage_memory
 from planner.core.cost.partition import Partition
-from planner.core.cost.peak_points import PARTS, PeakPoints, peak_allocation_counts, stage_peak_points
+from planner.core.cost.peak_points import ALLOCATIONS, PeakPoints, peak_allocation_counts, stage_peak_points
 from planner.core.cost.simulate import makespans
 from planner.core.errors import UsageError
 from planner.core.schedule import SCHEDULES, Action
@@ -134,7 +134,7 @@ class Tables:
     def chunks(self) -> tuple[FloatArray, FloatArray]:
         """Constant bytes of each stage as a chunk, and its components along a last axis."""
         always = np.full(self._shape, np.inf)
-        parts = np.full((*self._shape, len(PARTS)), np.inf)
+        parts = np.full((*self._shape, len(ALLOCATIONS)), np.inf)
         for (first, end), ways in self.ways.items():
             for n, way in enumerate(ways):
                 chunk = chunk_memory(
@@ -145,7 +145,7 @@ class Tables:
                     recompute=way.recompute,
                     recomputed=way.recomputed,
                 )
-                always[first, end, n], parts[first, end, n] = chunk.always.total, chunk.parts
+                always[first, end, n], parts[first, end, n] = chunk.always.total, chunk.allocation_bytes
         return always, parts
 
 

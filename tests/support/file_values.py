@@ -7,7 +7,7 @@ from planner.core.values.calibration import Calibration
 from planner.core.values.cluster import ExecutorCost, Link
 from planner.core.values.links import Links, MeasuredLink
 from planner.core.values.partial import Measurement, PartialProfile
-from planner.core.values.plan import FrontierPoint, Insight, Noise, Plan, TrainingRun, WhatIf
+from planner.core.values.plan import FrontierPoint, Insight, Noise, Plan, TrainingRunEstimate, WhatIf
 from planner.core.values.profile import (
     ArrayKind,
     Device,
@@ -226,7 +226,7 @@ def fullest_plan() -> Plan:
         tensor_parallel=2,
         stages=stages,
         predicted=replace(plan.predicted, tokens_per_s=1e6, flops_utilization=0.4),
-        training=TrainingRun(gpus=2, steps=1000, days=1.5, gpu_hours=72.0, cost=180.0),
+        training=TrainingRunEstimate(gpus=2, steps=1000, days=1.5, gpu_hours=72.0, cost=180.0),
         frontier=(
             FrontierPoint(
                 micro_batches=2, micro_batch_size=4, replicas=2, tensor_parallel=2, devices=2, step_us=1.5, bubble=0.25

@@ -7,7 +7,11 @@ from planner.core.schedule import Action
 
 
 def mean_period_us(
-    actions: Sequence[Sequence[Action]], stages: Sequence[StageTimes], own_us: Sequence[float], *, steps: int = 8
+    actions: Sequence[Sequence[Action]],
+    stages: Sequence[StageTimes],
+    between_steps_us: Sequence[float],
+    *,
+    steps: int = 8,
 ) -> float:
     """Return the mean time from step to step in the second half of `steps` steps.
 
@@ -16,10 +20,10 @@ def mean_period_us(
     Args:
         actions: Per device, its actions in order.
         stages: Per stage, its times.
-        own_us: Per device, what it does between two steps.
+        between_steps_us: Per device, what it does between two steps.
         steps: How many steps follow each other.
     """
-    row = _Clocks(actions, stages, own_us)
+    row = _Clocks(actions, stages, between_steps_us)
     ends = [row.run(step) for step in range(steps)]
     return (ends[-1] - ends[steps // 2 - 1]) / (steps - steps // 2)
 
@@ -28,9 +32,9 @@ class _Clocks:
     """Clocks of all devices and links."""
 
     def __init__(
-        self, actions: Sequence[Sequence[Action]], stages: Sequence[StageTimes], own_us: Sequence[float]
+        self, actions: Sequence[Sequence[Action]], stages: Sequence[StageTimes], between_steps_us: Sequence[float]
     ) -> None:
-        self._actions, self._stages, self._own_us = actions, stages, own_us
+        self._actions, self._stages, self._between_steps_us = actions, stages, between_steps_us
         self._device_of = {action.stage: device for device, row in enumerate(actions) for action in row}
         self._last = max(action.micro_batch for row in actions for action in row)
         self._free = [0.0] * len(actions)
@@ -46,7 +50,7 @@ class _Clocks:
                 while places[device] < len(row) and self._runs(device, row[places[device]], step):
                     places[device] += 1
             assert places != before, "the lists wait for each other"
-        self._free = [free + own for free, own in zip(self._free, self._own_us, strict=True)]
+        self._free = [free + own for free, own in zip(self._free, self._between_steps_us, strict=True)]
         return max(self._free)
 
     def _runs(self, device: int, action: Action, step: int) -> bool:

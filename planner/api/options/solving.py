@@ -11,7 +11,7 @@ from planner.core.schedule import SCHEDULE_CHOICES
 from planner.core.values.calibration import Calibration
 from planner.core.values.cluster import Link
 from planner.core.values.plan import DEFAULT_SCHEDULE, Inputs, RecomputePolicy
-from planner.core.values.units import count_option
+from planner.core.values.units import format_count
 from planner.solve.deadline import UNWATCHED, SearchObserver
 
 _DEVICES: Final = "Devices"
@@ -26,7 +26,7 @@ _COUNT_OR_AUTO: Final = OptionConversion(texts.parse_count_or_auto, lambda count
 _LINK: Final = OptionConversion(
     lambda option, value: None if value is None else texts.parse_link(value, option), texts.link_text
 )
-_COUNT: Final = OptionConversion(texts.parse_large_count, count_option)
+_COUNT: Final = OptionConversion(texts.parse_large_count, format_count)
 _PRICE: Final = OptionConversion(texts.parse_price, texts.decimal_text)
 _SHARE: Final = OptionConversion(texts.parse_fraction, texts.decimal_text)
 _GROUPS: Final = OptionConversion(

@@ -4,9 +4,9 @@ Terms of this package:
 
     exact            computed from the `MemoryDetail` of every layer; other predicted memory is an upper bound
     component        kind of memory in a plan, such as parameters or transfers: one of `values.plan.ITEMS`
-    part             allocation of a stage, such as the activations of a micro-batch: one of `peak_points.PARTS`
+    allocation       memory that exists at some points in the step, such as the activations of a micro-batch
     held             memory of a micro-batch between its forward and its backward
     kept             memory of the last micro-batch of a step between its forward and its backward
     in flight        from the start of a micro-batch's forward on a stage to the end of its backward there
-    U, `own_us`      time of a device between its last action of a step and its next step: all-reduces and optimizer
+    between steps    (U) from the last action of a device in a step to its next step: all-reduces and optimizer
 """

@@ -21,8 +21,8 @@ from planner.core.values.plan import Recompute
 from planner.core.values.profile import LayerProfile
 
 if TYPE_CHECKING:
-    from planner.core.cost.parts import MemoryParts
-    from planner.core.cost.stages import StageTable, StageTableBuilder
+    from planner.core.cost.allocations import MemoryByAllocation
+    from planner.core.cost.stages import StageMemoryTable, StageMemoryTableBuilder
 
 
 BUCKET_BYTES = 4 * 2**20
@@ -115,7 +115,7 @@ class LayerMemory:
     """Bytes that one micro-batch saves in each layer, and peak memory while each layer runs.
 
     If `ChainCosts.exact` is true, all peaks except `no_grad` include `saved` of all earlier layers of the chain.
-    For the peaks of a stage, `StageTableBuilder` subtracts `saved` of the layers before the stage.
+    For the peaks of a stage, `StageMemoryTableBuilder` subtracts `saved` of the layers before the stage.
     """
 
     saved: FloatArray
@@ -168,10 +168,12 @@ class SplitBackwardCosts:
 class StageMemoryModel(Protocol):
     """Memory model that a package outside `core` provides for stages, for example for compiled TPU layers.
 
-    Arrays have one row per first layer of a stage and one column per last layer, as in `StageTable`.
+    Arrays have one row per first layer of a stage and one column per last layer, as in `StageMemoryTable`.
     """
 
-    def parts(self, s: "StageTable", recompute: Recompute, *, in_flight: int) -> "MemoryParts":
+    def memory_by_allocation(
+        self, s: "StageMemoryTable", recompute: Recompute, *, in_flight: int
+    ) -> "MemoryByAllocation":
         """Return the memory of each stage, by allocation.
 
         Args:
@@ -185,7 +187,7 @@ class StageMemoryModel(Protocol):
 class LayerMemoryModel(Protocol):
     """Memory model that a package outside `core` provides for layers, for example for compiled TPU layers."""
 
-    def in_stages(self, builder: "StageTableBuilder", micro_batches: int) -> StageMemoryModel:
+    def in_stages(self, builder: "StageMemoryTableBuilder", micro_batches: int) -> StageMemoryModel:
         """Return the memory model of the stages that `builder` makes, for a number of micro-batches."""
         ...
 

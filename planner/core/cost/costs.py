@@ -15,7 +15,7 @@ import numpy as np
 
 from planner.core.cost.arrays import FloatArray
 from planner.core.cost.chain_costs import ChainCosts, FixedLayerBytes, PassedGradients, Storages, prefix_sums
-from planner.core.cost.size_costs import ProfiledLayerCosts, costs_from_records, costs_without_records
+from planner.core.cost.size_costs import ProfiledLayerCosts, cost_bounds_without_details, costs_from_details
 from planner.core.cost.storages import CrossingStorages
 from planner.core.cost.ties import tied_parameters_of
 from planner.core.cost.workload import workload_of
@@ -71,11 +71,11 @@ class CostTable:
         """True if time or memory of the split backward is assumed for some layer, not measured."""
         compiled = not self._exact and all(len(layer.program) == sizes for layer in profile.layers)
         self._read = (
-            costs_from_records
+            costs_from_details
             if self._exact
             else load_extension("MEMORY_MODELS", "program")
             if compiled
-            else costs_without_records
+            else cost_bounds_without_details
         )
         self._sizes: dict[int, ProfiledLayerCosts] = {}
 

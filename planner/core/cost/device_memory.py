@@ -1,13 +1,13 @@
 """Peak memory of a device that runs several stages (chunks) of the chain, as in interleaved schedules.
 
-    peak = max over t of sum over v of (always[v] + sum over p of counts[t, v, p] * parts[v, p])
+    peak = max over t of sum over v of (always[v] + sum over p of counts[t, v, p] * sizes[v, p])
 
-    t    point in the step    v    chunk of the device, 0 to V-1    p    part: an allocation, one of `PARTS`
+    t    point in the step    v    chunk of the device, 0 to V-1    p    allocation: one of `ALLOCATIONS`
 
-Each chunk is a stage with the parts of `planner.core.cost.parts`. `counts` follow from the device's instruction list
-(`planner.core.cost.peak_points`). Differences from a device with one stage:
+Each chunk is a stage with the allocations of `planner.core.cost.allocations`. `counts` follow from the device's
+instruction list (`planner.core.cost.peak_points`). Differences from a device with one stage:
 
-- Every part is rounded to whole bytes, so that the memory of the chunks in a plan adds up to the device's peak.
+- Every allocation is rounded to whole bytes, so that the memory of the chunks in a plan adds up to the device's peak.
 - Parameters that two chunks share count once. A tensor that one chunk passes to the next chunk on the same device also
   counts once (`shared_bytes`, `subtract_shared`).
 - A profile of compiled programs is treated as a profile without `MemoryDetail`.
@@ -19,13 +19,13 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
+from planner.core.cost.allocations import AllocationSize, memory_on_shared_device
 from planner.core.cost.arrays import FloatArray, IntArray
 from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.layer_memory import SavedAndPeaks
-from planner.core.cost.memory import single_stage_table
-from planner.core.cost.parts import PartSize, memory_parts_on_shared_device
-from planner.core.cost.peak_points import FORWARDS, PARTS, RUNNING, WITH_BACKWARDS, PartName
-from planner.core.cost.stages import StageTable, stage_table, with_recomputed_layers
+from planner.core.cost.memory import single_stage_memory_table
+from planner.core.cost.peak_points import ALLOCATIONS, FORWARDS, RUNNING, WITH_BACKWARDS, AllocationName
+from planner.core.cost.stages import StageMemoryTable, stage_memory_table, with_recomputed_layers
 from planner.core.values.placement import Placement, device_of
 from planner.core.values.plan import ITEMS, Item, Recompute, StageMemory
 
@@ -36,19 +36,19 @@ products, linear algebra libraries start threads, which takes more CPU time in a
 _MUCH: Final = 2.0**48
 """Bytes above any real size, yet small enough that sums with it are exact to one byte."""
 
-_PLACE: Final[Mapping[PartName, int]] = {part: place for place, part in enumerate(PARTS)}
-_WITH_INPUT: Final[tuple[PartName, ...]] = ("held", "kept", *FORWARDS, *WITH_BACKWARDS)
-"""Parts that include the received input of their micro-batch."""
-_PLACES_WITH_INPUT: Final = [_PLACE[part] for part in _WITH_INPUT]
-_RUNNING: Final = [_PLACE[part] for part in RUNNING]
-_ITEM_OF: Final[Mapping[PartName, Item]] = {
+_PLACE: Final[Mapping[AllocationName, int]] = {name: place for place, name in enumerate(ALLOCATIONS)}
+_WITH_INPUT: Final[tuple[AllocationName, ...]] = ("held", "kept", *FORWARDS, *WITH_BACKWARDS)
+"""Allocations that include the received input of their micro-batch."""
+_PLACES_WITH_INPUT: Final = [_PLACE[name] for name in _WITH_INPUT]
+_RUNNING: Final = [_PLACE[name] for name in RUNNING]
+_ITEM_OF: Final[Mapping[AllocationName, Item]] = {
     **dict.fromkeys(("gradients", "input_backward_gradients"), "gradients"),
     "casts": "casts",
     **dict.fromkeys(("held", "kept", "weight_held", "input"), "in_flight"),
     **dict.fromkeys(("output_gradient", "input_gradient"), "transfer"),
     "optimizer_step": "working",
 }
-"""Component under which a plan lists each part, without parts of running actions, which have several components."""
+"""Component under which a plan lists each allocation. Allocations of running actions have several components."""
 
 
 class ChunkMemory(NamedTuple):
@@ -56,20 +56,20 @@ class ChunkMemory(NamedTuple):
 
     always: StageMemory
     """Bytes that exist during the whole step, by component."""
-    parts: FloatArray
-    """Bytes of one allocation of each kind (`PARTS`), shape (parts,)."""
+    allocation_bytes: FloatArray
+    """Bytes of one allocation of each kind (`ALLOCATIONS`), shape (allocations,)."""
 
     def without(self, shared: "SharedBytes", *, exact: bool) -> "ChunkMemory":
         """Return the memory without `shared`, which has arrays of shape (1, 1); see `subtract_shared`."""
-        _, parts = subtract_shared(np.zeros((1, 1)), self.parts[None, None], shared, exact=exact)
+        _, allocation_bytes = subtract_shared(np.zeros((1, 1)), self.allocation_bytes[None, None], shared, exact=exact)
         left = dict(self.always.items())
         for name in ("parameters", "optimizer") if exact else ("parameters", "optimizer", "gradients"):
             left[name] -= round(getattr(shared, name).item())
-        return ChunkMemory(StageMemory.of(**left), parts[0, 0])
+        return ChunkMemory(StageMemory.of(**left), allocation_bytes[0, 0])
 
 
 class ChunkMemoryFunction(NamedTuple):
-    """Memory of a chunk for any choice of recomputed layers; arrays have one entry per kind of allocation (`PARTS`).
+    """Memory of a chunk for any choice of recomputed layers; arrays have one entry per allocation (`ALLOCATIONS`).
 
     bytes of an allocation = max(least, rest + saved * S) + P
 
@@ -88,16 +88,16 @@ class ChunkMemoryFunction(NamedTuple):
     peak: IntArray
     """For each kind of allocation, index of the `LayerPeaks` field added to its other bytes (P); -1 to add none."""
 
-    def parts(self, saved: FloatArray | float, peaks: FloatArray) -> FloatArray:
-        """Return the bytes of one allocation of each kind (`PARTS`), shape (..., parts).
+    def allocation_bytes(self, saved: FloatArray | float, peaks: FloatArray) -> FloatArray:
+        """Return the bytes of one allocation of each kind (`ALLOCATIONS`), shape (..., allocations).
 
         Args:
             saved: Bytes S that one micro-batch saves, shape (..., 1).
             peaks: The three fields of `LayerPeaks`, then a 0; shape (..., 4). Each kind of allocation adds one of these
                 values as P. The field `peak` has the value's index; -1 selects the 0.
         """
-        parts: FloatArray = np.maximum(self.least, self.rest + self.saved * saved) + peaks[..., self.peak]
-        return parts
+        sizes: FloatArray = np.maximum(self.least, self.rest + self.saved * saved) + peaks[..., self.peak]
+        return sizes
 
     def without(self, shared: "SharedBytes", *, exact: bool) -> "ChunkMemoryFunction":
         """Return the memory without `shared`, which has arrays of shape (1, 1); see `subtract_shared`."""
@@ -138,7 +138,7 @@ def chunk_memory(
         recomputed: Recomputed layers, as indices in the chain, if `recompute` is `layers`.
         splits_backward: True if the schedule splits backwards.
     """
-    stages, recompute = single_stage_table(
+    stages, recompute = single_stage_memory_table(
         costs,
         first,
         end,
@@ -147,9 +147,9 @@ def chunk_memory(
         recomputed=recomputed,
         splits_backward=splits_backward,
     )
-    parts = memory_parts_on_shared_device(stages, recompute)
-    always = {item: round(float(size[0, -1])) for item, size in parts.always.items()}
-    return ChunkMemory(StageMemory.of(**always), parts.totals(stages.shape)[1:, 0, -1])
+    memory = memory_on_shared_device(stages, recompute)
+    always = {item: round(float(size[0, -1])) for item, size in memory.always.items()}
+    return ChunkMemory(StageMemory.of(**always), memory.totals(stages.shape)[1:, 0, -1])
 
 
 def chunk_memory_function(
@@ -157,7 +157,7 @@ def chunk_memory_function(
 ) -> ChunkMemoryFunction:
     """Return the chunk's memory as a function of the choice of recomputed layers.
 
-    To evaluate it, call `ChunkMemoryFunction.parts` with the result of `StageLayers.saved_and_peaks`.
+    To evaluate it, call `ChunkMemoryFunction.allocation_bytes` with the result of `StageLayerMemory.saved_and_peaks`.
 
     Args:
         costs: Costs of the layers at the plan's micro-batch size.
@@ -166,15 +166,15 @@ def chunk_memory_function(
         micro_batches: Number of micro-batches.
         splits_backward: True if the schedule splits backwards.
     """
-    stages = stage_table(
+    stages = stage_memory_table(
         costs, np.array([first]), slice(first, end), micro_batches=micro_batches, splits_backward=splits_backward
     )
     none, much = (
-        memory_parts_on_shared_device(with_recomputed_layers(stages, SavedAndPeaks(saved, 0.0, 0.0, 0.0)), "layers")
+        memory_on_shared_device(with_recomputed_layers(stages, SavedAndPeaks(saved, 0.0, 0.0, 0.0)), "layers")
         for saved in (0.0, _MUCH)
     )
     totals = none.totals(stages.shape)[:, 0, -1]
-    sizes = [none.sizes.get(name, PartSize({})) for name in PARTS]
+    sizes = [none.sizes.get(name, AllocationSize({})) for name in ALLOCATIONS]
     saved = np.array([size.saved for size in sizes])
     return ChunkMemoryFunction(
         always=float(totals[0]),
@@ -186,17 +186,17 @@ def chunk_memory_function(
     )
 
 
-def part_bytes_of_stages(stages: StageTable, recompute: Recompute) -> FloatArray:
-    """Return the permanent bytes of each stage, then the bytes of each kind of allocation (`PARTS`), as whole numbers.
+def allocation_bytes_of_stages(stages: StageMemoryTable, recompute: Recompute) -> FloatArray:
+    """Return the permanent bytes of each stage, then the bytes of each allocation (`ALLOCATIONS`), as whole numbers.
 
-    The shape is (1 + parts, first layers, last layers). If `recompute` is `layers`, `stages` must come from
+    The shape is (1 + allocations, first layers, last layers). If `recompute` is `layers`, `stages` must come from
     `with_recomputed_layers`.
     """
-    totals = memory_parts_on_shared_device(stages, recompute).totals(stages.shape)
+    totals = memory_on_shared_device(stages, recompute).totals(stages.shape)
     if recompute in ("never", "layers") or not stages.forward_only.any():
         return totals
     # Stages without a backward recompute nothing.
-    return np.where(stages.forward_only, memory_parts_on_shared_device(stages, "never").totals(stages.shape), totals)
+    return np.where(stages.forward_only, memory_on_shared_device(stages, "never").totals(stages.shape), totals)
 
 
 def shared_bytes(costs: ChainCosts, cuts: IntArray, num_devices: int, placement: Placement = "loop") -> SharedBytes:
@@ -221,7 +221,7 @@ def shared_bytes(costs: ChainCosts, cuts: IntArray, num_devices: int, placement:
         # Shared parameters count in the later stage, because its backward runs first and allocates the gradients.
         second = (cuts[:, 1:-1] <= tie.second).sum(axis=1)
         is_open = np.ones(len(cuts), bool)
-        # The nearest layer on the device counts. Within one stage, `StageTable` already counts tied layers once.
+        # The nearest layer on the device counts. Within one stage, `StageMemoryTable` already counts tied layers once.
         for layer in (tie.first, *reversed(tie.earlier)):
             first = (cuts[:, 1:-1] <= layer).sum(axis=1)
             same_device = is_open & (device[second] == device[first])
@@ -242,45 +242,49 @@ def _devices(num_stages: int, num_devices: int, placement: Placement) -> IntArra
 def most_shared_input_bytes(costs: ChainCosts, counts: IntArray | FloatArray) -> float:
     """Return an upper bound of the input bytes that two neighboring stages of one device share, at a point in the step.
 
-    `counts`, of shape (parts,), has the device's number of allocations of each kind (`PARTS`) at this point.
+    `counts`, of shape (allocations,), has the device's number of allocations of each kind (`ALLOCATIONS`) at this
+    point.
     """
     largest = float(np.rint(costs.boundaries.input.max())) if costs.exact else 0.0
     return largest * float(counts[[_PLACE[name] for name in _WITH_INPUT]].sum())
 
 
 def subtract_shared(
-    always: FloatArray, parts: FloatArray, shared: SharedBytes, *, exact: bool
+    always: FloatArray, allocation_bytes: FloatArray, shared: SharedBytes, *, exact: bool
 ) -> tuple[FloatArray, FloatArray]:
-    """Return `always` and `parts` of stages, less the bytes that another stage on the same device also stores.
+    """Return the arguments, less the bytes that another stage on the same device also stores.
 
     Args:
         always: Permanent bytes, shape (partitions, stages).
-        parts: Bytes of one allocation of each kind (`PARTS`), shape (partitions, stages, parts).
+        allocation_bytes: Bytes of one allocation of each kind (`ALLOCATIONS`), shape (partitions, stages, allocations).
         shared: Bytes to subtract.
         exact: True if each layer has a `MemoryDetail` (`ChainCosts.exact`). If True, shared gradients are subtracted
-            from `parts`, and so is the input from a stage on the same device (`shared.received`). If False, gradients
-            are permanent bytes, so shared gradients are subtracted from `always`. The input is not subtracted.
+            from `allocation_bytes`, and so is the input from a stage on the same device (`shared.received`). If False,
+            gradients are permanent bytes, so shared gradients are subtracted from `always`. The input is not
+            subtracted.
     """
-    parts = parts.copy()
-    parts[..., _PLACE["casts"]] -= shared.casts
+    allocation_bytes = allocation_bytes.copy()
+    allocation_bytes[..., _PLACE["casts"]] -= shared.casts
     if exact:
-        parts[..., _PLACE["gradients"]] -= shared.gradients
-        parts[..., _PLACES_WITH_INPUT] = np.maximum(parts[..., _PLACES_WITH_INPUT] - shared.received[..., None], 0.0)
+        allocation_bytes[..., _PLACE["gradients"]] -= shared.gradients
+        allocation_bytes[..., _PLACES_WITH_INPUT] = np.maximum(
+            allocation_bytes[..., _PLACES_WITH_INPUT] - shared.received[..., None], 0.0
+        )
     # Without a `MemoryDetail` of each layer, gradients are permanent.
-    return always - shared.parameters - shared.optimizer - (0.0 if exact else shared.gradients), parts
+    return always - shared.parameters - shared.optimizer - (0.0 if exact else shared.gradients), allocation_bytes
 
 
-def counts_with_permanent_bytes(counts: Sequence[FloatArray]) -> FloatArray:
+def stack_device_counts(counts: Sequence[FloatArray]) -> FloatArray:
     """Return the counts of all devices as one array for `device_peaks`.
 
     On the last axis, it has a 1 for the permanent bytes, then the counts of each kind of allocation.
 
-    `counts` has one array per device: the number of allocations of each kind (`PARTS`) at each point in the step, shape
-    (points, chunks, parts). The result has the shape (devices, points, chunks, 1 + parts).
+    `counts` has one array per device: the number of allocations of each kind (`ALLOCATIONS`) at each point in the
+    step, shape (points, chunks, allocations). The result has the shape (devices, points, chunks, 1 + allocations).
     """
     # Devices with fewer points than others repeat their last point.
-    _, chunks, num_parts = counts[0].shape
-    every = np.ones((len(counts), max(map(len, counts)), chunks, 1 + num_parts))
+    _, chunks, num_allocations = counts[0].shape
+    every = np.ones((len(counts), max(map(len, counts)), chunks, 1 + num_allocations))
     for device, points in enumerate(counts):
         every[device, : len(points), :, 1:] = points
         every[device, len(points) :, :, 1:] = points[-1]
@@ -291,9 +295,9 @@ def device_peaks(stages: FloatArray, counts: FloatArray) -> FloatArray:
     """Return the peak memory of each device in bytes, shape (partitions, devices).
 
     Args:
-        stages: Permanent bytes of each stage, then bytes of each kind of allocation (`PARTS`); shape (partitions,
-            devices, chunks, 1 + parts).
-        counts: Result of `counts_with_permanent_bytes`.
+        stages: Permanent bytes of each stage, then bytes of each kind of allocation (`ALLOCATIONS`); shape (partitions,
+            devices, chunks, 1 + allocations).
+        counts: Result of `stack_device_counts`.
     """
     by_device = stages.reshape(*stages.shape[:2], -1).transpose(1, 2, 0)
     by_point = counts.reshape(*counts.shape[:2], -1)
@@ -308,10 +312,10 @@ def device_peaks_by_choice(stages: FloatArray, choices: IntArray, counts: FloatA
     """Return the peak memory of a device in bytes, shape (partitions, combinations of recompute choices).
 
     Args:
-        stages: Permanent bytes of each stage, then bytes of each kind of allocation (`PARTS`); shape (choices,
-            partitions, chunks, 1 + parts).
+        stages: Permanent bytes of each stage, then bytes of each kind of allocation (`ALLOCATIONS`); shape (choices,
+            partitions, chunks, 1 + allocations).
         choices: Combinations of recompute choices, as indices into `stages`; shape (combinations, chunks).
-        counts: Result of `counts_with_permanent_bytes` for the device, shape (points, chunks, 1 + parts).
+        counts: Result of `stack_device_counts` for the device, shape (points, chunks, 1 + allocations).
     """
     by_chunk, by_point = stages.transpose(0, 2, 1, 3), counts.transpose(1, 2, 0)
     size = max(_LEAST_ROWS, _MOST_PRODUCTS // by_point[0].size)
@@ -330,12 +334,13 @@ def chunk_memory_at_peak(
 
     Args:
         chunks: Chunks of the device.
-        counts: Number of allocations of each kind (`PARTS`) at each point in the step, shape (points, chunks, parts).
+        counts: Number of allocations of each kind (`ALLOCATIONS`) at each point in the step, shape (points, chunks,
+            allocations).
         reserve_bytes: Memory reserve of the device, counted in the first chunk.
     """
-    parts = np.stack([chunk.parts for chunk in chunks])
-    peak = counts[int((counts * parts).sum(axis=(1, 2)).argmax())]
-    items = (peak[:, :, None] * bytes_by_component(parts)).sum(axis=1).astype(int)
+    allocation_bytes = np.stack([chunk.allocation_bytes for chunk in chunks])
+    peak = counts[int((counts * allocation_bytes).sum(axis=(1, 2)).argmax())]
+    items = (peak[:, :, None] * bytes_by_component(allocation_bytes)).sum(axis=1).astype(int)
     return tuple(
         StageMemory.of(
             **{item: getattr(chunk.always, item) + more for item, more in zip(ITEMS, of_chunk, strict=True)},
@@ -345,23 +350,24 @@ def chunk_memory_at_peak(
     )
 
 
-def bytes_by_component(parts: FloatArray) -> FloatArray:
-    """Return the bytes of each kind of allocation (`PARTS`) by the components that a plan lists (`ITEMS`).
+def bytes_by_component(allocation_bytes: FloatArray) -> FloatArray:
+    """Return the bytes of each kind of allocation (`ALLOCATIONS`) by the components that a plan lists (`ITEMS`).
 
     Args:
-        parts: Bytes of one allocation of each kind, whole numbers, to divide among components; shape (..., parts).
+        allocation_bytes: Bytes of one allocation of each kind, whole numbers, to divide among components; shape (...,
+            allocations).
 
     Returns:
-        Shape (..., parts, components). The sum over the components is `parts`.
+        Shape (..., allocations, components). The sum over the components is `allocation_bytes`.
     """
-    items = np.zeros((*parts.shape, len(ITEMS)))
-    for part, item in _ITEM_OF.items():
-        items[..., _PLACE[part], ITEMS.index(item)] = parts[..., _PLACE[part]]
-    running = parts[..., _RUNNING]
+    items = np.zeros((*allocation_bytes.shape, len(ITEMS)))
+    for name, item in _ITEM_OF.items():
+        items[..., _PLACE[name], ITEMS.index(item)] = allocation_bytes[..., _PLACE[name]]
+    running = allocation_bytes[..., _RUNNING]
     # Of a running micro-batch, the bytes that it would also store while it waits count as in flight.
-    waiting = np.minimum(parts[..., _PLACE["held"], None], running)
-    received = np.minimum(parts[..., _PLACE["output_gradient"], None], running - waiting)
-    received = np.where([part in WITH_BACKWARDS for part in RUNNING], received, 0.0)
+    waiting = np.minimum(allocation_bytes[..., _PLACE["held"], None], running)
+    received = np.minimum(allocation_bytes[..., _PLACE["output_gradient"], None], running - waiting)
+    received = np.where([name in WITH_BACKWARDS for name in RUNNING], received, 0.0)
     items[..., _RUNNING, ITEMS.index("in_flight")] = waiting
     items[..., _RUNNING, ITEMS.index("transfer")] = received
     items[..., _RUNNING, ITEMS.index("working")] = running - waiting - received

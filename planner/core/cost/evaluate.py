@@ -108,7 +108,7 @@ class Evaluation:
         return simulate(self.actions, self.stage_times)
 
     @cached_property
-    def replica_sums_us(self) -> tuple[float, ...]:
+    def gradient_allreduce_us(self) -> tuple[float, ...]:
         """Time to all-reduce each stage's gradients over the replicas, in microseconds."""
         costs = self.costs
         sizes = (
@@ -120,18 +120,18 @@ class Evaluation:
     @cached_property
     def between_steps_us(self) -> FloatArray:
         """Time of all-reduces and optimizer steps of each device after its last action, in microseconds."""
-        partition, costs, own_us = self.partition, self.costs, np.zeros(self.partition.num_devices)
-        for k, ((first, end), sum_us) in enumerate(zip(partition.intervals(), self.replica_sums_us, strict=True)):
+        partition, costs, between_steps_us = self.partition, self.costs, np.zeros(self.partition.num_devices)
+        for k, ((first, end), sum_us) in enumerate(zip(partition.intervals(), self.gradient_allreduce_us, strict=True)):
             speed = self.cluster.speed(partition.device_of(k))
             optimizer_us = costs.optimizer_us[first:end].sum() - shared_costs(costs.ties, "optimizer_us", first, end)
-            own_us[partition.device_of(k)] += float(optimizer_us / speed) + sum_us
+            between_steps_us[partition.device_of(k)] += float(optimizer_us / speed) + sum_us
         if self._splits_backward and partition.replicas > 1:
             # While a device still runs other chunks, the gradients of a finished chunk are already summed.
-            own_us -= early_allreduces_us(self.actions, self.stage_times, self.replica_sums_us)
-        return own_us
+            between_steps_us -= early_allreduces_us(self.actions, self.stage_times, self.gradient_allreduce_us)
+        return between_steps_us
 
     @cached_property
-    def optimizer_us(self) -> float:
+    def optimizer_delay_us(self) -> float:
         """Microseconds by which all-reduces and optimizer steps delay the next step; not valid with split backwards."""
         between_steps_us = self.between_steps_us
         # A device's first chunk is the last one that it runs in a step, and the first one in the next step.
@@ -157,7 +157,7 @@ class Evaluation:
         if self._splits_backward:
             # Weight-gradient passes fill the end of the step, so the period follows from each device's begin and end.
             return period_us(self.actions, self.stage_times, self.between_steps_us.tolist())
-        return self.pipeline_us + self.optimizer_us
+        return self.pipeline_us + self.optimizer_delay_us
 
     @cached_property
     def predicted(self) -> Predicted:

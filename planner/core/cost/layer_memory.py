@@ -91,7 +91,7 @@ class SavedAndPeaks(NamedTuple, Generic[Bytes]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StageLayers:
+class StageLayerMemory:
     """Memory of each layer of one stage, with and without recomputation of the layer, in whole bytes."""
 
     first: int
@@ -114,7 +114,7 @@ class StageLayers:
     """
 
     @classmethod
-    def of(cls, costs: ChainCosts, first: int, end: int) -> "StageLayers":
+    def of(cls, costs: ChainCosts, first: int, end: int) -> "StageLayerMemory":
         """Return the memory of the layers of a stage.
 
         Args:

@@ -1,9 +1,9 @@
 """Peak memory of a stage that has a device to itself, over one training step.
 
-    bytes at a point in the step = always + sum over parts of count * size
+    bytes at a point in the step = always + sum over allocations of count * size
     peak                         = largest of these sums, over all points in the step
 
-The sizes are computed by `planner.core.cost.parts`, the counts by `planner.core.cost.peak_points`.
+The sizes are computed by `planner.core.cost.allocations`, the counts by `planner.core.cost.peak_points`.
 For devices with several stages, see `planner.core.cost.device_memory`.
 """
 
@@ -12,12 +12,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from planner.core.cost.allocations import MemoryByAllocation, stage_memory_by_allocation
 from planner.core.cost.arrays import FloatArray, IntArray
 from planner.core.cost.chain_costs import ChainCosts
-from planner.core.cost.layer_memory import SavedAndPeaks, StageLayers
-from planner.core.cost.parts import MemoryParts, stage_memory_parts
-from planner.core.cost.peak_points import PartsAtPoint, PeakPoints
-from planner.core.cost.stages import StageTable, stage_table, with_recomputed_layers
+from planner.core.cost.layer_memory import SavedAndPeaks, StageLayerMemory
+from planner.core.cost.peak_points import AllocationsAtPoint, PeakPoints
+from planner.core.cost.stages import StageMemoryTable, stage_memory_table, with_recomputed_layers
 from planner.core.values.plan import Recompute, StageMemory
 
 
@@ -42,18 +42,18 @@ def stage_memory(
         recomputed: Recomputed layers, as indices in the chain, if `recompute` is `layers`.
         reserve_bytes: Memory reserve of the device, which becomes the component `reserve`.
     """
-    stages, recompute = single_stage_table(
+    stages, recompute = single_stage_memory_table(
         costs, first, end, micro_batches=points.micro_batches, recompute=recompute, recomputed=recomputed
     )
-    parts = stage_memory_parts(stages, recompute, in_flight=points.in_flight)
+    memory = stage_memory_by_allocation(stages, recompute, in_flight=points.in_flight)
     every = [
-        {item: int(np.rint(np.broadcast_to(size, stages.shape)[0, -1])) for item, size in parts.at(point).items()}
-        for point in parts.peak_points(points)
+        {item: int(np.rint(np.broadcast_to(size, stages.shape)[0, -1])) for item, size in memory.at(point).items()}
+        for point in memory.peak_points(points)
     ]
     return StageMemory.of(**max(every, key=lambda items: sum(items.values())), reserve=reserve_bytes)
 
 
-def single_stage_table(
+def single_stage_memory_table(
     costs: ChainCosts,
     first: int,
     end: int,
@@ -62,7 +62,7 @@ def single_stage_table(
     recompute: Recompute,
     recomputed: Collection[int],
     splits_backward: bool = False,
-) -> tuple[StageTable, Recompute]:
+) -> tuple[StageMemoryTable, Recompute]:
     """Return the memory of the stage with the layers `first` to `end - 1`, and the stage's actual recompute choice.
 
     Args:
@@ -79,9 +79,11 @@ def single_stage_table(
         `never` if the stage has no backward, except if `recompute` is `layers`. Otherwise, it is `recompute`.
     """
     layers = slice(first, end)
-    stages = stage_table(costs, np.array([first]), layers, micro_batches=micro_batches, splits_backward=splits_backward)
+    stages = stage_memory_table(
+        costs, np.array([first]), layers, micro_batches=micro_batches, splits_backward=splits_backward
+    )
     if recompute == "layers":
-        every = StageLayers.of(costs, first, end)
+        every = StageLayerMemory.of(costs, first, end)
         return with_recomputed_layers(stages, every.saved_and_peaks(frozenset(recomputed))), recompute
     # If no layer up to the stage's end is trained, there is no backward, and the executor recomputes nothing.
     return stages, "never" if stages.forward_only[0, -1] else recompute
@@ -111,7 +113,7 @@ def peak_bytes_of_stages(
     """
     if "layers" in choices:
         raise ValueError("`layers` differs from stage to stage: use `stage_memory`")
-    stages = stage_table(costs, firsts, lasts, micro_batches=points.micro_batches)
+    stages = stage_memory_table(costs, firsts, lasts, micro_batches=points.micro_batches)
     totals = {choice: _peaks(stages, points, choice) for choice in choices}
     if not stages.forward_only.any():
         return list(totals.values())
@@ -119,15 +121,15 @@ def peak_bytes_of_stages(
     return [np.where(stages.forward_only, never, total) for total in totals.values()]
 
 
-def _peaks(stages: StageTable, points: PeakPoints, recompute: Recompute) -> FloatArray:
-    parts = stage_memory_parts(stages, recompute, in_flight=points.in_flight)
-    # Components that are in no part have the same size at every point in the step.
-    changing = {item for size in parts.sizes.values() for item in size.items}
-    constant = sum((np.rint(size) for item, size in parts.always.items() if item not in changing), np.zeros((1, 1)))
+def _peaks(stages: StageMemoryTable, points: PeakPoints, recompute: Recompute) -> FloatArray:
+    memory = stage_memory_by_allocation(stages, recompute, in_flight=points.in_flight)
+    # Components that are in no allocation have the same size at every point in the step.
+    changing = {item for size in memory.sizes.values() for item in size.items}
+    constant = sum((np.rint(size) for item, size in memory.always.items() if item not in changing), np.zeros((1, 1)))
     highest = np.zeros(stages.shape)
-    for point in parts.peak_points(points):
+    for point in memory.peak_points(points):
         total = np.full(stages.shape, constant)
-        for item, size in parts.at(point).items():
+        for item, size in memory.at(point).items():
             if item in changing:
                 total += np.rint(size)
         np.maximum(highest, total, out=highest)
@@ -163,14 +165,16 @@ def stage_memory_functions(
         One function for each point. Its arrays have one entry for each pair of a first layer in `firsts` and a last
         layer from `firsts[0]` to `stop - 1`. Entries whose last layer is before the first layer are undefined.
     """
-    stages = stage_table(costs, firsts, slice(int(firsts[0]), stop), micro_batches=points.micro_batches)
+    stages = stage_memory_table(costs, firsts, slice(int(firsts[0]), stop), micro_batches=points.micro_batches)
     empty = with_recomputed_layers(stages, SavedAndPeaks(0.0, 0.0, 0.0, 0.0))
-    parts = stage_memory_parts(empty, "layers", in_flight=points.in_flight)
-    return tuple(_linear_memory(parts, point, stages.shape) for point in parts.peak_points(points))
+    memory = stage_memory_by_allocation(empty, "layers", in_flight=points.in_flight)
+    return tuple(_linear_memory(memory, point, stages.shape) for point in memory.peak_points(points))
 
 
-def _linear_memory(parts: MemoryParts, point: PartsAtPoint, shape: tuple[int, int]) -> StageMemoryFunction:
-    sizes = [(parts.sizes[name], count) for name, count in point if name in parts.sizes]
+def _linear_memory(
+    memory: MemoryByAllocation, point: AllocationsAtPoint, shape: tuple[int, int]
+) -> StageMemoryFunction:
+    sizes = [(memory.sizes[name], count) for name, count in point if name in memory.sizes]
     peaks = [size.peak for size, _ in sizes if size.peak is not None]
-    fixed = np.broadcast_to(np.asarray(sum(parts.at(point).values())), shape)
+    fixed = np.broadcast_to(np.asarray(sum(memory.at(point).values())), shape)
     return StageMemoryFunction(fixed, sum(count * size.saved for size, count in sizes), peaks[0] if peaks else None)

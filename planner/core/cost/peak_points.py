@@ -1,8 +1,8 @@
-"""Count the parts of a stage's memory at each point in a device's step.
+"""Count the allocations of a stage at each point in a device's step.
 
-    bytes at a point in the step = always + sum over parts of count * size     (summed over the stages on the device)
+    bytes at a point in the step = sum over the device's stages of (always + sum over allocations of count * size)
 
-`planner.core.cost.parts` computes the sizes. Counts follow from the device's instruction list:
+`planner.core.cost.allocations` computes the sizes. Counts follow from the device's instruction list:
 
     instruction    adds                                         removes
     receive F      input                                        -
@@ -15,11 +15,12 @@
     first W        as W, and gradients                          as W, and input backward gradients
     send B         input gradient                               the previous input gradients
 
-`held` and `kept` are the memory of a micro-batch between forward and backward. The last micro-batch has its own part,
-because a stage may recompute only the others. `weight held` is what I stores for W. `input backward gradients` are the
-parameter gradients that I creates. While an action runs, a part named after it, such as `first backward`, includes all
-memory of its micro-batch. While replicas exchange gradients, `message` replaces `last backward`. `casts` exists from
-the first forward to the last backward, twice if a stage has both whole and split backwards.
+`held` and `kept` are the memory of a micro-batch between forward and backward. The last micro-batch has its own
+allocation, because a stage may recompute only the others. `weight held` is what I stores for W. `input backward
+gradients` are the parameter gradients that I creates. While an action runs, an allocation named after it, such as
+`first backward`, includes all memory of its micro-batch. While replicas exchange gradients, `message` replaces `last
+backward`. `casts` exists from the first forward to the last backward, twice if a stage has both whole and split
+backwards.
 
 Columns have the counts while an action runs, without the running micro-batch. F1's input is received before F0:
 
@@ -45,7 +46,7 @@ import numpy as np
 from planner.core.cost.arrays import IntArray
 from planner.core.schedule import Action, Instruction, Letter, Schedule, instruction_lists
 
-PartName = Literal[
+AllocationName = Literal[
     "gradients",
     "input_backward_gradients",
     "casts",
@@ -70,17 +71,17 @@ PartName = Literal[
     "optimizer_step",
 ]
 
-PARTS: Final[tuple[PartName, ...]] = get_args(PartName)
+ALLOCATIONS: Final[tuple[AllocationName, ...]] = get_args(AllocationName)
 
-FORWARDS: Final[tuple[PartName, ...]] = ("forward", "last_forward")
-BACKWARDS: Final[tuple[PartName, ...]] = ("first_backward", "backward", "last_backward")
-INPUT_BACKWARDS: Final[tuple[PartName, ...]] = ("first_input_backward", "input_backward", "last_input_backward")
-WEIGHT_BACKWARDS: Final[tuple[PartName, ...]] = ("first_weight_backward", "weight_backward")
-WITH_BACKWARDS: Final[tuple[PartName, ...]] = (*BACKWARDS, "message", *INPUT_BACKWARDS)
-"""Parts that exist while a B or an I runs. These actions receive the gradient of the stage's output."""
-RUNNING: Final[tuple[PartName, ...]] = (*FORWARDS, *WITH_BACKWARDS, *WEIGHT_BACKWARDS, "weight_message")
+FORWARDS: Final[tuple[AllocationName, ...]] = ("forward", "last_forward")
+BACKWARDS: Final[tuple[AllocationName, ...]] = ("first_backward", "backward", "last_backward")
+INPUT_BACKWARDS: Final[tuple[AllocationName, ...]] = ("first_input_backward", "input_backward", "last_input_backward")
+WEIGHT_BACKWARDS: Final[tuple[AllocationName, ...]] = ("first_weight_backward", "weight_backward")
+WITH_BACKWARDS: Final[tuple[AllocationName, ...]] = (*BACKWARDS, "message", *INPUT_BACKWARDS)
+"""Allocations that exist while a B or an I runs. These actions receive the gradient of the stage's output."""
+RUNNING: Final[tuple[AllocationName, ...]] = (*FORWARDS, *WITH_BACKWARDS, *WEIGHT_BACKWARDS, "weight_message")
 """Kinds of allocation that exist only while an action runs. A device has at most one of these allocations at a time."""
-_PLACE: Final[Mapping[PartName, int]] = {part: place for place, part in enumerate(PARTS)}
+_PLACE: Final[Mapping[AllocationName, int]] = {name: place for place, name in enumerate(ALLOCATIONS)}
 
 _MOST_COMPARED: Final = 2**22
 """Largest number of pairs of counts that are compared at once. A pair needs one byte of memory."""
@@ -89,8 +90,8 @@ _MOST_COMPARED: Final = 2**22
 # ---- closed forms, for a device with one stage
 
 
-PartsAtPoint = tuple[tuple[PartName, int], ...]
-"""Point in the step: the parts that exist at this point, and their counts."""
+AllocationsAtPoint = tuple[tuple[AllocationName, int], ...]
+"""Point in the step: the allocations that exist at this point, and their counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,9 +102,9 @@ class PeakPoints:
     """Number of micro-batches per step (M)."""
     in_flight: int
     """Largest number of micro-batches in flight (N)."""
-    alike: tuple[PartsAtPoint, ...]
+    alike: tuple[AllocationsAtPoint, ...]
     """Points for a stage that recomputes all micro-batches or none."""
-    apart: tuple[PartsAtPoint, ...]
+    apart: tuple[AllocationsAtPoint, ...]
     """Points for a stage that recomputes all micro-batches except the last one (`except-last`)."""
 
 
@@ -125,13 +126,16 @@ def _points_with(micro_batches: int, in_flight: int) -> PeakPoints:
     return PeakPoints(micro_batches=micro_batches, in_flight=in_flight, alike=alike, apart=apart)
 
 
-def _point(running: PartName, *, gradients: int = 1, **counts: int) -> PartsAtPoint:
-    during: dict[PartName, int] = {"gradients": gradients, **({} if running == "optimizer_step" else {"casts": 1})}
+def _point(running: AllocationName, *, gradients: int = 1, **counts: int) -> AllocationsAtPoint:
+    during: dict[AllocationName, int] = {
+        "gradients": gradients,
+        **({} if running == "optimizer_step" else {"casts": 1}),
+    }
     during |= counts  # type: ignore[arg-type]
-    return tuple((part, count) for part, count in (*during.items(), (running, 1)) if count)
+    return tuple((name, count) for name, count in (*during.items(), (running, 1)) if count)
 
 
-def _fill_and_drain(m: int, _in_flight: int, *, last_differs: bool) -> Iterator[PartsAtPoint]:
+def _fill_and_drain(m: int, _in_flight: int, *, last_differs: bool) -> Iterator[AllocationsAtPoint]:
     # M forwards, then M backwards. More points count if the last micro-batch is not recomputed like the others.
     if m > 1 and last_differs:
         yield _point("forward", held=m - 2, input=1, gradients=0)
@@ -145,7 +149,7 @@ def _fill_and_drain(m: int, _in_flight: int, *, last_differs: bool) -> Iterator[
     yield _point("optimizer_step")
 
 
-def _warm_up_and_alternate(m: int, n: int, *, last_differs: bool) -> Iterator[PartsAtPoint]:
+def _warm_up_and_alternate(m: int, n: int, *, last_differs: bool) -> Iterator[AllocationsAtPoint]:
     # N < M forwards, then backwards and forwards in turn, then N - 1 backwards.
     yield _point("forward", held=n - 1, input=1, gradients=0)
     if last_differs and m > n + 1:
@@ -166,8 +170,8 @@ def _warm_up_and_alternate(m: int, n: int, *, last_differs: bool) -> Iterator[Pa
 # ---- any instruction list, instruction by instruction
 
 
-class PartCounts(NamedTuple):
-    """Number of allocations of each kind (`PARTS`) on a device; shape (actions, chunks, parts)."""
+class AllocationCounts(NamedTuple):
+    """Number of allocations of each kind (`ALLOCATIONS`) on a device; shape (actions, chunks, allocations)."""
 
     during: IntArray
     """Counts of allocations while each action runs."""
@@ -177,11 +181,11 @@ class PartCounts(NamedTuple):
     """Counts between each action and the next one."""
 
 
-class CountChanges(NamedTuple):
-    """Changes of a device's counts of allocations (`PARTS`) by one action.
+class AllocationCountChanges(NamedTuple):
+    """Changes of a device's counts of allocations (`ALLOCATIONS`) by one action.
 
-    Changes are pairs of numbers i, n: add n to count i. The counts of chunk 0 come first, in the order of `PARTS`, then
-    those of chunk 1, and so on.
+    Changes are pairs of numbers i, n: add n to count i. The counts of chunk 0 come first, in the order of
+    `ALLOCATIONS`, then those of chunk 1, and so on.
     """
 
     before: tuple[int, ...]
@@ -192,9 +196,9 @@ class CountChanges(NamedTuple):
     """Changes at the end of the action."""
 
 
-def part_count_changes(actions: Sequence[Sequence[Action]]) -> tuple[tuple[CountChanges, ...], ...]:
+def allocation_count_changes(actions: Sequence[Sequence[Action]]) -> tuple[tuple[AllocationCountChanges, ...], ...]:
     """Return, for each device, the changes by each of its actions, then by the optimizer's step of each chunk."""
-    return tuple(tuple(_PartCounter(row, last).changes(program)) for row, program, last in _programs(actions))
+    return tuple(tuple(_AllocationCounter(row, last).changes(program)) for row, program, last in _programs(actions))
 
 
 def _programs(actions: Sequence[Sequence[Action]]) -> Iterator[tuple[Any, tuple[Instruction, ...], int]]:
@@ -202,57 +206,57 @@ def _programs(actions: Sequence[Sequence[Action]]) -> Iterator[tuple[Any, tuple[
     return zip(actions, instruction_lists(actions), repeat(max(action.micro_batch for action in actions[0])))
 
 
-def part_counts(actions: Sequence[Sequence[Action]]) -> tuple[PartCounts, ...]:
-    """Return, for each device, the number of allocations of each kind (`PARTS`) during and after every action."""
+def allocation_counts(actions: Sequence[Sequence[Action]]) -> tuple[AllocationCounts, ...]:
+    """Return, for each device, the number of allocations of each kind (`ALLOCATIONS`) during and after every action."""
     chunks = len({action.stage for action in actions[0]})
-    return tuple(_counts(changes[:-chunks], chunks) for changes in part_count_changes(actions))
+    return tuple(_counts(changes[:-chunks], chunks) for changes in allocation_count_changes(actions))
 
 
-def _counts(changes: Sequence[CountChanges], chunks: int) -> PartCounts:
+def _counts(changes: Sequence[AllocationCountChanges], chunks: int) -> AllocationCounts:
     before, after = (_dense(rows, chunks) for rows in ([c.before for c in changes], [c.after for c in changes]))
     between = np.cumsum(before + after, axis=0) - after
     during, sending = between.copy(), between.copy()
     rows = np.arange(len(changes))
     during[rows, [change.running[0] for change in changes]] = 1
     sending[rows, [change.running[-1] for change in changes]] = 1
-    shape = len(changes), chunks, len(PARTS)
-    return PartCounts(during.reshape(shape), sending.reshape(shape), (between + after).reshape(shape))
+    shape = len(changes), chunks, len(ALLOCATIONS)
+    return AllocationCounts(during.reshape(shape), sending.reshape(shape), (between + after).reshape(shape))
 
 
 def _dense(rows: Sequence[tuple[int, ...]], chunks: int) -> IntArray:
-    dense = np.zeros((len(rows), chunks * len(PARTS)), np.int64)
+    dense = np.zeros((len(rows), chunks * len(ALLOCATIONS)), np.int64)
     flat = np.array([number for row in rows for number in row], np.int64).reshape(-1, 2)
     dense[np.repeat(np.arange(len(rows)), [len(row) // 2 for row in rows]), flat[:, 0]] = flat[:, 1]
     return dense
 
 
-_MESSAGES: Final[Mapping[Letter, PartName]] = {"B": "message", "W": "weight_message"}
-"""Part that replaces the action's own part while the last B or W of a stage sends gradients to other replicas."""
+_MESSAGES: Final[Mapping[Letter, AllocationName]] = {"B": "message", "W": "weight_message"}
+"""Allocation that replaces the one of the action while the last B or W of a stage sends gradients to other replicas."""
 
 
-class _PartCounter:
+class _AllocationCounter:
     def __init__(self, row: Sequence[Action], last: int) -> None:
         stages = sorted({action.stage for action in row})
         self._last = last
-        self._bases = {stage: chunk * len(PARTS) for chunk, stage in enumerate(stages)}
+        self._bases = {stage: chunk * len(ALLOCATIONS) for chunk, stage in enumerate(stages)}
         self._backwards_left = dict.fromkeys(stages, last + 1)
-        self._now = array("i", [0] * (len(stages) * len(PARTS)))
+        self._now = array("i", [0] * (len(stages) * len(ALLOCATIONS)))
         self._changed: dict[int, int] = {}
         kinds = {(action.stage, action.kind) for action in row if action.kind in {"B", "I"}}
         for stage, base in self._bases.items():
             self._set(base, "casts", max(1, sum(of == stage for of, _ in kinds)))
 
-    def changes(self, row: Sequence[Instruction]) -> Iterator[CountChanges]:
+    def changes(self, row: Sequence[Instruction]) -> Iterator[AllocationCountChanges]:
         steps = self._run(row)
         for running in steps:
             before = self._take_changes()
             next(steps)
-            yield CountChanges(before, running, self._take_changes())
+            yield AllocationCountChanges(before, running, self._take_changes())
         for base, counts in zip(self._bases.values(), optimizer_step_counts(len(self._bases)).tolist(), strict=True):
-            for other, parts in zip(self._bases.values(), counts, strict=True):
-                for part, number in zip(PARTS, parts, strict=True):
-                    self._set(other, part, 0 if part == "optimizer_step" else number)
-            yield CountChanges(self._take_changes(), (base + _PLACE["optimizer_step"],), ())
+            for other, numbers in zip(self._bases.values(), counts, strict=True):
+                for name, number in zip(ALLOCATIONS, numbers, strict=True):
+                    self._set(other, name, 0 if name == "optimizer_step" else number)
+            yield AllocationCountChanges(self._take_changes(), (base + _PLACE["optimizer_step"],), ())
 
     def distinct(self, row: Sequence[Instruction]) -> IntArray:
         # Points at which gradients are sent to other replicas (`message`) come last.
@@ -260,13 +264,13 @@ class _PartCounter:
         message: dict[bytes, None] = {}
         steps, now = self._run(row), self._now
         for running in steps:
-            for part, points in zip(running, (during, message), strict=False):
-                now[part] = 1
+            for name, points in zip(running, (during, message), strict=False):
+                now[name] = 1
                 points[now.tobytes()] = None
-                now[part] = 0
+                now[name] = 0
             next(steps)
         flat = np.frombuffer(b"".join((*during, *message)), now.typecode)
-        return flat.reshape(-1, len(self._bases), len(PARTS)).astype(np.int64)
+        return flat.reshape(-1, len(self._bases), len(ALLOCATIONS)).astype(np.int64)
 
     def _run(self, row: Sequence[Instruction]) -> Iterator[tuple[int, ...]]:
         for instruction in row:
@@ -288,22 +292,22 @@ class _PartCounter:
         self._changed.clear()
         return changed
 
-    def _count(self, base: int, part: PartName) -> int:
-        return self._now[base + _PLACE[part]]
+    def _count(self, base: int, name: AllocationName) -> int:
+        return self._now[base + _PLACE[name]]
 
-    def _add(self, base: int, part: PartName, number: int) -> None:
-        place = base + _PLACE[part]
+    def _add(self, base: int, name: AllocationName, number: int) -> None:
+        place = base + _PLACE[name]
         self._now[place] += number
         self._changed[place] = self._changed.get(place, 0) + number
 
-    def _set(self, base: int, part: PartName, count: int) -> None:
-        if count != self._count(base, part):
-            self._add(base, part, count - self._count(base, part))
+    def _set(self, base: int, name: AllocationName, count: int) -> None:
+        if count != self._count(base, name):
+            self._add(base, name, count - self._count(base, name))
 
-    def _remove_if_present(self, base: int, part: PartName) -> None:
+    def _remove_if_present(self, base: int, name: AllocationName) -> None:
         # A tensor from a stage on the same device has no transfer buffer.
-        if self._count(base, part):
-            self._add(base, part, -1)
+        if self._count(base, name):
+            self._add(base, name, -1)
 
     def _transfer(self, instruction: Instruction) -> None:
         base = self._bases[instruction.stage]
@@ -316,7 +320,7 @@ class _PartCounter:
                 for other in self._bases.values():
                     self._set(other, "input_gradient", int(other == base))
 
-    def _begin(self, instruction: Instruction) -> PartName:
+    def _begin(self, instruction: Instruction) -> AllocationName:
         base, is_last = self._bases[instruction.stage], instruction.micro_batch == self._last
         if instruction.kind == "F":
             self._remove_if_present(base, "input")
@@ -351,38 +355,40 @@ class _PartCounter:
 
 @lru_cache(maxsize=1024)
 def peak_allocation_counts(actions: tuple[tuple[Action, ...], ...]) -> tuple[IntArray, ...]:
-    """Return, for each device, the number of allocations of each kind (`PARTS`) at points where its memory may peak.
+    """Return the number of allocations (`ALLOCATIONS`) of each device at the points where its memory may peak.
 
-    Shape (points, chunks, parts). A point is left out if another point has at least as many allocations of every kind.
+    Shape (points, chunks, allocations). A point is left out if another point has at least as many allocations of every
+    kind.
     """
-    return tuple(starmap(_peak_part_counts, _programs(actions)))
+    return tuple(starmap(_peak_allocation_counts, _programs(actions)))
 
 
-def part_counts_at_points(actions: tuple[tuple[Action, ...], ...]) -> Iterator[IntArray]:
-    """Yield, for each device, the number of allocations of each kind (`PARTS`) at all points in the step.
+def allocation_counts_at_points(actions: tuple[tuple[Action, ...], ...]) -> Iterator[IntArray]:
+    """Yield, for each device, the number of allocations of each kind (`ALLOCATIONS`) at all points in the step.
 
-    Shape (points, chunks, parts). Points with equal counts are listed once.
+    Shape (points, chunks, allocations). Points with equal counts are listed once.
     """
-    return starmap(_distinct_part_counts, _programs(actions))
+    return starmap(_distinct_allocation_counts, _programs(actions))
 
 
 @lru_cache(maxsize=64)
-def _distinct_part_counts(row: tuple[Action, ...], program: tuple[Instruction, ...], last: int) -> IntArray:
+def _distinct_allocation_counts(row: tuple[Action, ...], program: tuple[Instruction, ...], last: int) -> IntArray:
     steps = optimizer_step_counts(len({action.stage for action in row}))
-    return np.concatenate([_PartCounter(row, last).distinct(program), steps])
+    return np.concatenate([_AllocationCounter(row, last).distinct(program), steps])
 
 
 @lru_cache(maxsize=1024)
-def _peak_part_counts(row: tuple[Action, ...], program: tuple[Instruction, ...], last: int) -> IntArray:
-    return _undominated(_distinct_part_counts(row, program, last))
+def _peak_allocation_counts(row: tuple[Action, ...], program: tuple[Instruction, ...], last: int) -> IntArray:
+    return _undominated(_distinct_allocation_counts(row, program, last))
 
 
 def optimizer_step_counts(chunks: int) -> IntArray:
-    """Return how often each allocation exists during the optimizer's step, shape (chunks, chunks, parts).
+    """Return how often each allocation exists during the optimizer's step, shape (chunks, chunks, allocations).
 
-    Entry [u, c, p] is the number of allocations of kind p (an index into `PARTS`) of chunk c, while chunk u is updated.
+    Entry [u, c, p] is the number of allocations of kind p (an index into `ALLOCATIONS`) of chunk c, while chunk u is
+    updated.
     """
-    steps = np.zeros((chunks, chunks, len(PARTS)), np.int64)
+    steps = np.zeros((chunks, chunks, len(ALLOCATIONS)), np.int64)
     steps[:, :, _PLACE["gradients"]] = 1
     steps[np.arange(chunks), np.arange(chunks), _PLACE["optimizer_step"]] = 1
     return steps
@@ -398,7 +404,7 @@ def _undominated(counts: IntArray) -> IntArray:
     ordered = counts[[firsts[row] for row in sorted(firsts)]]
     flat = ordered.reshape(len(ordered), -1)
     columns = np.ascontiguousarray(flat[:, (flat != flat[0]).any(axis=0)].T, dtype=np.int32)
-    # After sorting, only a later point can have at least as many of every part.
+    # After sorting, only a later point can have at least as many of every allocation.
     size = max(1, _MOST_COMPARED // max(1, columns.size))
     dominated = []
     for start in range(0, len(flat), size):

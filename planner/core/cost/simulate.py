@@ -144,17 +144,18 @@ def last_end_us(actions: Sequence[Sequence[Action]], stages: Sequence[StageTimes
     return max(_compute_spans(actions, stages).ends, default=0.0)
 
 
-def period_us(actions: Sequence[Sequence[Action]], stages: Sequence[StageTimes], own_us: Sequence[float]) -> float:
+def period_us(
+    actions: Sequence[Sequence[Action]], stages: Sequence[StageTimes], between_steps_us: Sequence[float]
+) -> float:
     """Return the time from the start of a step to the start of the next step, in microseconds.
 
     Args:
         actions: Actions of each device, in order.
         stages: Times of each stage, in pipeline order.
-        own_us: Time of all-reduces and optimizer steps of each device, without all-reduces that end before the device's
-            last action.
+        between_steps_us: Time of optimizer steps and all-reduces after the last action of each device.
     """
     begins, ends, _ = _compute_spans(actions, stages)
-    return max(end - begin + own for begin, end, own in zip(begins, ends, own_us, strict=True))
+    return max(end - begin + own for begin, end, own in zip(begins, ends, between_steps_us, strict=True))
 
 
 def early_allreduces_us(
@@ -175,22 +176,21 @@ def makespans(
     times: Mapping[str, FloatArray],
     *,
     blocking: ArrayLike = False,
-    own_us: FloatArray | None = None,
+    between_steps_us: FloatArray | None = None,
     sums_us: FloatArray | None = None,
 ) -> FloatArray:
     """Return the step time of each of several partitions of a chain, in microseconds.
 
-    With `own_us`, this is the time from one step to the next (`period_us`), else that of the last end (`last_end_us`).
+    With `between_steps_us`, this is the period (`period_us`), else the last end (`last_end_us`).
 
     Args:
         actions: Actions of each device, in order.
         times: Arrays of shape (partitions, stages), by the names of the fields of `StageTimes`. Times of split
             backwards may be missing if the schedule does not split backwards.
         blocking: True if a transfer keeps the receiver busy: one value per stage, or one value for all.
-        own_us: Time of all-reduces and optimizer steps of each device, shape (partitions, devices); None to leave it
-            out.
+        between_steps_us: Time of all-reduces and optimizer steps of each device, shape (partitions, devices), or None.
         sums_us: Time of each stage's all-reduce, shape (partitions, stages). If given, the result of
-            `early_allreduces_us` is subtracted from `own_us`.
+            `early_allreduces_us` is subtracted from `between_steps_us`.
 
     Raises:
         ValueError: As in `simulate`, or the arrays' shapes differ.
@@ -225,9 +225,9 @@ def makespans(
         later_of: Any = max if is_single else np.maximum
         clocks = _compute_clocks(steps, len(actions), of_block, begin=begin, later_of=later_of, can_queue=can_queue)
         spans = by_device(clocks.ends)
-        if own_us is not None:
+        if between_steps_us is not None:
             early = 0.0 if sums_us is None else by_device(_early_allreduces(actions, clocks, rows(sums_us), later_of))
-            spans = spans - by_device(clocks.begins) + (own_us[block].T - early)
+            spans = spans - by_device(clocks.begins) + (between_steps_us[block].T - early)
         ends[block] = spans.max(axis=0)
     return ends
 

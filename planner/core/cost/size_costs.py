@@ -27,7 +27,7 @@ from planner.core.cost.storages import (
     CrossingBytes,
     CrossingStorages,
     PassedTensor,
-    crossing_storages_without_records,
+    crossing_storages_without_details,
     writes_received,
 )
 from planner.core.values.profile import LayerProfile, MemoryDetail, SplitMemory
@@ -49,7 +49,7 @@ class ProfiledLayerCosts:
     """Bytes of the gradient of each tensor that layers pass on unchanged."""
 
 
-def costs_without_records(layers: Sequence[LayerProfile], n: int) -> ProfiledLayerCosts:
+def cost_bounds_without_details(layers: Sequence[LayerProfile], n: int) -> ProfiledLayerCosts:
     """Return upper bounds of the costs at the micro-batch size with index `n`, for layers without `MemoryDetail`."""
     output = _per_layer(layers, lambda layer: layer.output_bytes[n])
     saved = _per_layer(layers, lambda layer: layer.saved_bytes[n])
@@ -86,12 +86,12 @@ def costs_without_records(layers: Sequence[LayerProfile], n: int) -> ProfiledLay
         split_backward=cache(
             partial(_additive_split_backward, layers, n, saved=saved, transient=backward, gradients=gradients)
         ),
-        crossing=crossing_storages_without_records(layers, n),
+        crossing=crossing_storages_without_details(layers, n),
         relays={},
     )
 
 
-def costs_from_records(layers: Sequence[LayerProfile], n: int) -> ProfiledLayerCosts:
+def costs_from_details(layers: Sequence[LayerProfile], n: int) -> ProfiledLayerCosts:
     """Return the costs at the micro-batch size with index `n`, for layers that all have `MemoryDetail`."""
     details = [layer.detail[n] for layer in layers]
     storages = CrossingStorages(details)

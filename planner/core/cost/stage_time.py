@@ -123,33 +123,33 @@ def optimizer_slack_us(stage: StageBusyTimes | StageTimes, crossing_us: Numbers)
     return np.asarray(stage.forward_us + alone_us + 2 * crossing_us)
 
 
-def delay_with_added_stage_us(tail_us: Numbers, own_us: Numbers, slack_us: Numbers) -> FloatArray:
+def delay_with_added_stage_us(tail_us: Numbers, between_steps_us: Numbers, slack_us: Numbers) -> FloatArray:
     """Return by how much all-reduces and optimizer steps delay the next training step, if a first stage is added.
 
     The added stage runs before all other stages of the pipeline. All times are in microseconds.
 
     Args:
         tail_us: Delay without the added stage.
-        own_us: Time of the added stage's all-reduce and optimizer step.
+        between_steps_us: Time of the added stage's all-reduce and optimizer step.
         slack_us: `optimizer_slack_us` of the added stage.
     """
-    tail: FloatArray = np.maximum(own_us, np.subtract(tail_us, slack_us))
+    tail: FloatArray = np.maximum(between_steps_us, np.subtract(tail_us, slack_us))
     return tail
 
 
-def optimizer_delay_us(own_us: FloatArray, slack_us: FloatArray) -> FloatArray:
+def optimizer_delay_us(between_steps_us: FloatArray, slack_us: FloatArray) -> FloatArray:
     """Return the time by which all-reduces and optimizer steps delay the next step.
 
-    A later device ends its last backward earlier and begins the next step later than device 0. So `own_us` of a device
-    delays the next step only by its excess over the sum of `slack_us` of all earlier devices.
+    A later device ends its last backward earlier and begins the next step later than device 0. So `between_steps_us`
+    of a device delays the next step only by its excess over the sum of `slack_us` of all earlier devices.
 
     Args:
-        own_us: Time of all-reduces and optimizer steps; the last dimension is the device.
+        between_steps_us: Time of all-reduces and optimizer steps; the last dimension is the device.
         slack_us: `optimizer_slack_us` of each device's first stage; the last dimension is the device.
     """
-    tail: FloatArray = np.zeros(own_us.shape[:-1])
-    for k in reversed(range(own_us.shape[-1])):
-        tail = delay_with_added_stage_us(tail, own_us[..., k], slack_us[..., k])
+    tail: FloatArray = np.zeros(between_steps_us.shape[:-1])
+    for k in reversed(range(between_steps_us.shape[-1])):
+        tail = delay_with_added_stage_us(tail, between_steps_us[..., k], slack_us[..., k])
     return tail
 
 
@@ -256,7 +256,7 @@ class ChainSums:
     def _split_backward_sums_us(self) -> tuple[FloatArray, FloatArray]:
         return prefix_sums(self.costs.split_backward.input_us), prefix_sums(self.costs.split_backward.weight_us)
 
-    def own_us(self, first: IntArray, end: IntArray, speed: Numbers) -> FloatArray:
+    def between_steps_us(self, first: IntArray, end: IntArray, speed: Numbers) -> FloatArray:
         """Return the time of each stage's all-reduce and optimizer step, in microseconds.
 
         Args:
@@ -266,9 +266,9 @@ class ChainSums:
         """
         optimizer_us = self.optimizer_us[end] - self.optimizer_us[first]
         optimizer_us = (optimizer_us - shared_costs(self.costs.ties, "optimizer_us", first, end)) / speed
-        return optimizer_us if self.replicas == 1 else optimizer_us + self.replica_sums_us(first, end)
+        return optimizer_us if self.replicas == 1 else optimizer_us + self.gradient_allreduce_us(first, end)
 
-    def replica_sums_us(self, first: IntArray, end: IntArray) -> FloatArray:
+    def gradient_allreduce_us(self, first: IntArray, end: IntArray) -> FloatArray:
         """Return the time of each stage's gradient all-reduce over the replicas, in microseconds."""
         gradient_bytes = self.gradient_bytes[end] - self.gradient_bytes[first]
         unshared_bytes = gradient_bytes - shared_costs(self.costs.ties, "gradient_bytes", first, end)

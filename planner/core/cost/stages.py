@@ -1,8 +1,8 @@
 """Memory of many stages of a chain at once: sums and maxima over the layers of each stage.
 
 A table has one row per first layer of a stage, and one column per last layer or per number of layers.
-`planner.core.cost.parts` divides the bytes of stages into parts, and `planner.core.cost.peak_points` counts the parts
-at each point in the step.
+`planner.core.cost.allocations` divides the bytes of stages into allocations, and `planner.core.cost.peak_points`
+counts the allocations at each point in the step.
 """
 
 from collections.abc import Callable, Mapping
@@ -73,11 +73,11 @@ class SplitBackwardMemory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class StageTable:
+class StageMemoryTable:
     """Memory of many stages, in bytes.
 
     Each row is for one first layer. Each column is for one last layer, or for one number of layers. The argument
-    `lasts` of `stage_table` determines which of the two.
+    `lasts` of `stage_memory_table` determines which of the two.
 
     If all rows or all columns of an array are equal, the array may have only one row or column. Entries whose last
     layer is before the first layer are undefined.
@@ -124,9 +124,9 @@ class StageTable:
     """True if the table is a result of `with_recomputed_layers`."""
 
 
-def stage_table(
+def stage_memory_table(
     costs: ChainCosts, firsts: IntArray, lasts: slice | int, *, micro_batches: int, splits_backward: bool = False
-) -> StageTable:
+) -> StageMemoryTable:
     """Return the memory of all stages that begin with one of `firsts` and end with one of `lasts`.
 
     Args:
@@ -139,12 +139,12 @@ def stage_table(
 
     Complexity: O(number of stages).
     """
-    builder = StageTableBuilder(costs, firsts, lasts)
+    builder = StageMemoryTableBuilder(costs, firsts, lasts)
     stages = builder.table(micro_batches)
     return replace(stages, split_backward=builder.split_backward(stages)) if splits_backward else stages
 
 
-def with_recomputed_layers(stages: StageTable, memory: SavedAndPeaks[Any]) -> StageTable:
+def with_recomputed_layers(stages: StageMemoryTable, memory: SavedAndPeaks[Any]) -> StageMemoryTable:
     """Return a copy of `stages` with the saved bytes and peaks in `memory`, for stages that recompute single layers."""
 
     def of_all(size: FloatArray | float) -> FloatArray:
@@ -197,8 +197,8 @@ def _map_arrays(record: _Record, change: Callable[[NDArray[Any]], NDArray[Any]])
     return cast("_Record", replace(whole, **changed))
 
 
-class StageTableBuilder:
-    """Builder of a `StageTable`: sums and maxima over the layers of each stage."""
+class StageMemoryTableBuilder:
+    """Builder of a `StageMemoryTable`: sums and maxima over the layers of each stage."""
 
     def __init__(self, costs: ChainCosts, firsts: IntArray, columns: slice | int) -> None:
         self.costs = costs
@@ -216,7 +216,7 @@ class StageTableBuilder:
             self.passing = RelayedTensors(costs, firsts, self.columns)
         self.saved_before = prefix_sums(costs.memory.saved)[firsts][:, None]
 
-    def table(self, micro_batches: int) -> StageTable:
+    def table(self, micro_batches: int) -> StageMemoryTable:
         costs, passing = self.costs, self.passing
         state, edge, shape = costs.state, costs.boundaries, (len(self.firsts), self.last.shape[1])
         is_last = self.last == costs.num_layers - 1
@@ -236,7 +236,7 @@ class StageTableBuilder:
         always = {item: self._sums_with_ties(getattr(state, item), item) for item in ALWAYS}
         always["buffers"] = always["buffers"] + self.sums(costs.memory.attributes)
         batch = np.where(self.first == 0, edge.input[0], 0.0) + np.where(is_last, costs.target, 0.0)
-        return StageTable(
+        return StageMemoryTable(
             micro_batches=micro_batches,
             exact=costs.exact,
             shape=shape,
@@ -264,7 +264,7 @@ class StageTableBuilder:
             split_backward=None,
         )
 
-    def split_backward(self, stages: StageTable) -> SplitBackwardMemory:
+    def split_backward(self, stages: StageMemoryTable) -> SplitBackwardMemory:
         """Return the memory of the stages with a split backward."""
         costs, split_backward = self.costs, self.costs.split_backward
         by_input = np.maximum(costs.gradients - split_backward.weight_gradients, 0.0)

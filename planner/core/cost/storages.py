@@ -28,7 +28,7 @@ class CrossingBytes(NamedTuple):
     """Bytes at index 0 if a receiver saves the storage, 1 if only its creator does, 2 if no layer does; else 0."""
 
 
-def crossing_storages_without_records(layers: Sequence[LayerProfile], n: int) -> dict[tuple[int, int], CrossingBytes]:
+def crossing_storages_without_details(layers: Sequence[LayerProfile], n: int) -> dict[tuple[int, int], CrossingBytes]:
     """Return the output of each layer as one storage, for layers without `MemoryDetail`.
 
     Keys are (index of the layer, index of the storage among those that this layer creates). The second index is always

@@ -70,7 +70,7 @@ def waiting_gradients(
 
     Complexity: O(ties * layers * ends).
     """
-    waiting, staying = np.zeros((len(layers), len(ends))), unfreed_gradient_bytes(costs)
+    waiting, staying = np.zeros((len(layers), len(ends))), first_backward_excess_bytes(costs)
     begins = sorted({tie.first for tie in costs.ties if tie.gradient_bytes > 0}, reverse=True)
     for begin, before in pairwise((*begins, -1)):
         for tie in (tie for tie in costs.ties if tie.first == begin):
@@ -115,8 +115,8 @@ def shared_cast_bytes(costs: ChainCosts, firsts: IntArray, ends: IntArray) -> Fl
     return shared
 
 
-def unfreed_gradient_bytes(costs: ChainCosts) -> FloatArray:
-    """Return the bytes by which freeing parameter gradients lowers the peak of each layer's backward.
+def first_backward_excess_bytes(costs: ChainCosts) -> FloatArray:
+    """Return by how many bytes the first backward of each layer exceeds the peak of its later backwards.
 
     The backward of the first micro-batch keeps the layer's parameter gradients. The backward of a later micro-batch
     frees each new gradient as soon as it is added to the existing gradient.

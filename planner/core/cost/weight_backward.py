@@ -20,10 +20,10 @@ from planner.core.cost.passing import RelayedTensors
 from planner.core.cost.waiting import shared_cast_bytes
 
 if TYPE_CHECKING:
-    from planner.core.cost.stages import StageTableBuilder
+    from planner.core.cost.stages import StageMemoryTableBuilder
 
 
-def weight_backward_peaks(builder: "StageTableBuilder", passing: RelayedTensors) -> tuple[FloatArray, FloatArray]:
+def weight_backward_peaks(builder: "StageMemoryTableBuilder", passing: RelayedTensors) -> tuple[FloatArray, FloatArray]:
     """Return the peak memory of each stage's weight-gradient pass in the first and in a later micro-batch, in bytes.
 
     The stages are those of `builder`: one row per first layer and one column per last layer.

@@ -142,7 +142,7 @@ def map_layers(profile: Profile, change: Callable[[LayerProfile], LayerProfile])
     return replace(profile, layers=tuple(map(change, profile.layers)), widths=widths)
 
 
-class WidthTables:
+class CostTablesByWidth:
     """Cost tables of a profile, one for each tensor-parallel width, computed on first use."""
 
     def __init__(self, profile: Profile) -> None:

@@ -12,7 +12,7 @@ from math import ceil
 from typing import Final
 
 from planner.core.values.devices import peak_flops_per_s
-from planner.core.values.plan import Inputs, TrainingRun
+from planner.core.values.plan import Inputs, TrainingRunEstimate
 from planner.core.values.profile import LayerProfile, Profile
 
 _US_PER_HOUR: Final = 3.6e9
@@ -52,7 +52,9 @@ def workload_of(profile: Profile) -> SampleWork:
     )
 
 
-def training_run(inputs: Inputs, step_us: float, workload: SampleWork, *, devices: int = 0) -> TrainingRun | None:
+def training_run(
+    inputs: Inputs, step_us: float, workload: SampleWork, *, devices: int = 0
+) -> TrainingRunEstimate | None:
     """Return the duration and cost of a training run, or of one step if the request gives only a price.
 
     Args:
@@ -73,7 +75,7 @@ def training_run(inputs: Inputs, step_us: float, workload: SampleWork, *, device
     steps = max(1, ceil(samples / inputs.batch))
     gpus = devices or inputs.devices
     hours = steps * step_us / _US_PER_HOUR
-    return TrainingRun(
+    return TrainingRunEstimate(
         gpus=gpus,
         steps=steps,
         days=hours / _HOURS_PER_DAY,

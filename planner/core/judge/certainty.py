@@ -22,8 +22,8 @@ from planner.core.values.units import format_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepErrors:
-    """Range of the ratio of measured to predicted step time."""
+class StepErrorRange:
+    """Error range of step times: smallest and largest ratio of measured to predicted time."""
 
     source: str
     """Phrase that says where the values of the profile come from, such as `measured on the CPU`."""
@@ -35,20 +35,26 @@ class StepErrors:
 
 STEP_ERRORS: Final = {
     # One process: time.md; two processes: verify.md and cpu.md.
-    "one device": StepErrors(source="measured on the CPU, one process", least=0.918, most=1.072),
-    "cpu": StepErrors(source="measured on the CPU", least=0.910, most=1.105),
-    "short": StepErrors(source="measured on the CPU, micro-batches shorter than 20 ms", least=0.686, most=1.350),
+    "one device": StepErrorRange(source="measured on the CPU, one process", least=0.918, most=1.072),
+    "cpu": StepErrorRange(source="measured on the CPU", least=0.910, most=1.105),
+    "short": StepErrorRange(source="measured on the CPU, micro-batches shorter than 20 ms", least=0.686, most=1.350),
     # Second run of a plan, predicted with the calibration of the first: verify.md.
-    "calibrated": StepErrors(source="calibrated by a run", least=0.920, most=1.088),
+    "calibrated": StepErrorRange(source="calibrated by a run", least=0.920, most=1.088),
     # Published layer times and step times: published.md. Runs on one GPU: gpu.md.
-    "cuda": StepErrors(source="measured on GPUs", least=0.854, most=1.171),
+    "cuda": StepErrorRange(source="measured on GPUs", least=0.854, most=1.171),
     # Formulas with the rate of another run of the same engine and cluster, and with the peak rate: published.md.
-    "rate": StepErrors(source="estimated by formula at a given rate", least=0.764, most=1.266),
-    "A100": StepErrors(source="estimated by formula at the rate of published runs on A100", least=0.829, most=1.225),
-    "H100": StepErrors(source="estimated by formula at the rate of published runs on H100", least=0.700, most=1.250),
+    "rate": StepErrorRange(source="estimated by formula at a given rate", least=0.764, most=1.266),
+    "A100": StepErrorRange(
+        source="estimated by formula at the rate of published runs on A100", least=0.829, most=1.225
+    ),
+    "H100": StepErrorRange(
+        source="estimated by formula at the rate of published runs on H100", least=0.700, most=1.250
+    ),
     # Fewer than three sources say little about the next run, so that this range covers the errors of all kinds of runs.
-    "few runs": StepErrors(source="estimated by formula at the rate of a few published runs", least=0.700, most=1.745),
-    "peak": StepErrors(source="estimated by formula at the peak rate", least=1.412, most=4.845),
+    "few runs": StepErrorRange(
+        source="estimated by formula at the rate of a few published runs", least=0.700, most=1.745
+    ),
+    "peak": StepErrorRange(source="estimated by formula at the peak rate", least=1.412, most=4.845),
 }
 """Error range of the step time for each kind of prediction."""
 
@@ -182,7 +188,7 @@ def headroom_for(profile: Profile, limits: Sequence[int]) -> float:
     return min(ceil(share * 1000 - 1e-9) / 1000, 0.999)
 
 
-def _step_errors(plan: Plan, profile: Profile) -> StepErrors | None:
+def _step_errors(plan: Plan, profile: Profile) -> StepErrorRange | None:
     how, kind = profile.device.how, profile.device.kind
     if how == "estimated":
         return _formula_errors(profile)
@@ -200,7 +206,7 @@ def _step_errors(plan: Plan, profile: Profile) -> StepErrors | None:
     return STEP_ERRORS["cpu" if slowest_us >= SHORTEST_US else "short"]
 
 
-def _formula_errors(profile: Profile) -> StepErrors | None:
+def _formula_errors(profile: Profile) -> StepErrorRange | None:
     settings = profile.model.settings
     if "formula" not in settings:
         return None

@@ -196,6 +196,6 @@ def accelerators_with(need_bytes: int) -> tuple[Accelerator, ...]:
     return tuple(sorted(able, key=lambda listed: listed.memory_bytes))
 
 
-def training_kind(profiled: str) -> str:
+def training_device_kind(profiled: str) -> str:
     """Return the kind of device to train on: `profiled`, or `cpu` if torch cannot train on this kind."""
     return profiled if profiled in TORCH_KINDS else "cpu"

@@ -156,10 +156,10 @@ class SolverReport:
     named_lower_bound_us: float = field(default=0.0, metadata=LEFT_OUT)
     """Lower bound of the step time of all plans with named schedules, if above `lower_bound_us`; else 0."""
 
-    def named_gap(self, step_us: float) -> float | None:
-        """Return the gap between a step time and the lower bound `named_lower_bound_us`.
+    def named_schedule_gap(self, step_us: float) -> float | None:
+        """Return the gap between a step time and the lower bound of all plans with a named schedule.
 
-        This bound is for all plans with a named schedule, that is, any schedule except `search`.
+        A named schedule is any schedule except `search`. The bound is `named_lower_bound_us`.
 
         Args:
             step_us: Step time in microseconds.
@@ -255,7 +255,7 @@ class Predicted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingRun:
+class TrainingRunEstimate:
     """Predicted duration and cost of a training run on `gpus` GPUs, including unused ones."""
 
     gpus: int
@@ -352,7 +352,7 @@ class Plan:
     balance: tuple[int, ...]
     stages: tuple[Stage, ...]
     predicted: Predicted
-    training: TrainingRun | None = None
+    training: TrainingRunEstimate | None = None
     """Training run, if its length or the price of a GPU-hour was given."""
     frontier: tuple[FrontierPoint, ...] = ()
     """Figures of the best plan for each number of replicas and micro-batches, if requested."""

@@ -12,8 +12,8 @@ built, and the layers run under `torch.autocast`.
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)[1:]
 
 
-def precision_of(dtype: str) -> Precision:
-    """Return `dtype` if it is a value of the option `--dtype`, else an empty string.
+def precision_option_of(dtype: str) -> Precision:
+    """Return the value of the option `--dtype` that is equal to `dtype`; an empty string if there is none.
 
     The field `environment.dtype` of a profile is a value of `--dtype`. If the option was not given, the field is the
     data type of the parameters, such as `float32`.

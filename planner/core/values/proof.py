@@ -29,7 +29,7 @@ class Proof:
     """Differences that were found only with recomputation, as text; empty if there are none."""
 
     @property
-    def recomputed(self) -> bool:
+    def covers_recompute(self) -> bool:
         """True if pipelines with recomputation train as the unpartitioned model does."""
         return self.cuts > 0 and not self.differs_recomputed
 
@@ -42,7 +42,7 @@ class Proof:
         parts += [pluralize(self.states, "optimizer state")] if self.states else []
         all_cuts = self.cuts + self.uncovered
         parts += [f"{self.cuts} of {pluralize(all_cuts, 'cut')}"]
-        also = " (also with recomputation)" if self.recomputed else ""
+        also = " (also with recomputation)" if self.covers_recompute else ""
         text = (
             f"verified against the unpartitioned model: {', '.join(parts)}{also}; max relative error {self.worst:.0e}"
         )

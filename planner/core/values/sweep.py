@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from planner.core.values.plan import Plan, ProfileReference, TrainingRun
+from planner.core.values.plan import Plan, ProfileReference, TrainingRunEstimate
 from planner.core.values.units import exact_bytes_option
 
 
@@ -18,7 +18,7 @@ class SweepCell:
     """Result. `none`: it is proven that no plan fits; `unknown`: the search found no plan, which proves nothing."""
     samples_per_device_s: float = 0.0
     """Samples per second and device, counting unused devices."""
-    training: TrainingRun | None = None
+    training: TrainingRunEstimate | None = None
     """Training run on all devices, if its length or the price of a GPU-hour was given."""
     plan: Plan | None = None
 

@@ -101,7 +101,7 @@ def parse_count(text: str, before: str = "") -> int:
     return count
 
 
-def count_option(count: int) -> str:
+def format_count(count: int) -> str:
     """Return a large number as text that `parse_count` reads back: `1T`, `1500`."""
     for prefix in "PTBMK":
         if count % _COUNTS[prefix] == 0:

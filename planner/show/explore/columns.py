@@ -6,12 +6,12 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.core.cost.allocations import MemoryByAllocation, memory_on_shared_device, stage_memory_by_allocation
 from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.device_memory import SharedBytes, bytes_by_component, subtract_shared
-from planner.core.cost.parts import MemoryParts, memory_parts_on_shared_device, stage_memory_parts
-from planner.core.cost.peak_points import PARTS
+from planner.core.cost.peak_points import ALLOCATIONS
 from planner.core.cost.stage_time import CHOICES, ChainSums, optimizer_slack_us
-from planner.core.cost.stages import StageTable, stage_table
+from planner.core.cost.stages import StageMemoryTable, stage_memory_table
 from planner.core.schedule import KINDS
 from planner.core.values.plan import ITEMS, Recompute
 from planner.show.explore.tables import ZERO, NumberTable
@@ -28,13 +28,13 @@ on the device. IN_PLACE: as SHARED, and the previous stage is on the same device
 """
 
 ALWAYS: Final = -1
-"""Number used in place of an index into `PARTS`, for memory that exists during the whole step."""
+"""Number used in place of an index into `ALLOCATIONS`, for memory that exists during the whole step."""
 
 _MOST_AT_ONCE: Final = 1 << 14
 """Largest number of stages whose memory is computed at the same time, which limits temporary memory."""
 
 Components = Mapping[tuple[int, int], FloatArray]
-"""Bytes of each stage, by allocation (index into `PARTS`, or `ALWAYS`) and memory component (index into `ITEMS`)."""
+"""Bytes of each stage, by index into `ALLOCATIONS` (or `ALWAYS`) and index into `ITEMS`."""
 
 
 class _RowBlock(NamedTuple):
@@ -42,7 +42,7 @@ class _RowBlock(NamedTuple):
 
     rows: IntArray
     """Indices of the rows in the table."""
-    stages: StageTable
+    stages: StageMemoryTable
     """Table that contains the stage of each row."""
     places: tuple[IntArray, IntArray]
     """Indices of each row's stage in the two dimensions of `stages`: first layer, last layer."""
@@ -51,7 +51,7 @@ class _RowBlock(NamedTuple):
 
 
 def add_memory_columns(
-    table: NumberTable, costs: ChainCosts, cells: StageRows, *, micro_batches: int, parts: Sequence[set[int]]
+    table: NumberTable, costs: ChainCosts, cells: StageRows, *, micro_batches: int, allocations: Sequence[set[int]]
 ) -> list[list[list[int]]]:
     """Add columns with the memory of stages, in bytes, to a table.
 
@@ -60,14 +60,15 @@ def add_memory_columns(
         costs: Costs of the chain at the micro-batch size, with its replicas.
         cells: Stage of each row.
         micro_batches: Number of micro-batches.
-        parts: For each sharing mode, the allocations to add, as indices into `PARTS`. The sharing modes, `ALONE` to
-            `IN_PLACE`, state how a stage shares its device with other stages.
+        allocations: For each sharing mode, the allocations to add, as indices into `ALLOCATIONS`. The sharing modes,
+            `ALONE` to `IN_PLACE`, state how a stage shares its device with other stages.
 
     Returns:
         A list for each sharing mode, with a list for each recompute choice in `CHOICES`. An inner list has three
         numbers for each column, one column after another:
 
-        - allocation of the column, as an index into `PARTS`, or `ALWAYS` for memory that exists during the whole step
+        - allocation of the column, as an index into `ALLOCATIONS`, or `ALWAYS` for memory that exists during the whole
+          step
         - memory component of the column, as an index into `ITEMS`
         - index of the column in `table`
 
@@ -76,7 +77,7 @@ def add_memory_columns(
     blocks = tuple(_blocks(costs, cells, micro_batches))
     return [
         [_listed(table, blocks, mode, choice, used={ALWAYS, *used}) for choice in CHOICES] if used else []
-        for mode, used in enumerate(parts)
+        for mode, used in enumerate(allocations)
     ]
 
 
@@ -85,12 +86,12 @@ def _listed(
 ) -> list[int]:
     by_block = [_components(block, mode, choice) for block in blocks]
     listed: list[int] = []
-    for part, item in sorted({key for components in by_block for key in components if key[0] in used}):
+    for allocation, item in sorted({key for components in by_block for key in components if key[0] in used}):
         column = np.zeros(table.num_rows)
         for block, components in zip(blocks, by_block, strict=True):
-            column[block.rows] = components.get((part, item), 0.0)
+            column[block.rows] = components.get((allocation, item), 0.0)
         if (place := table.add(column)) != ZERO:
-            listed += (part, item, place)
+            listed += (allocation, item, place)
     return listed
 
 
@@ -107,7 +108,9 @@ def _blocks(costs: ChainCosts, cells: StageRows, micro_batches: int) -> Iterator
         rows = np.flatnonzero((group >= at) & (group < stop))
         yield _RowBlock(
             rows=rows,
-            stages=stage_table(costs, firsts[at:stop], columns, micro_batches=micro_batches, splits_backward=True),
+            stages=stage_memory_table(
+                costs, firsts[at:stop], columns, micro_batches=micro_batches, splits_backward=True
+            ),
             places=(group[rows] - at, cells.end[rows] - 1 - columns.start),
             received=costs.boundaries.input[cells.first[rows]],
         )
@@ -126,29 +129,31 @@ def _components(block: _RowBlock, mode: int, choice: Recompute) -> Components:
 def _chosen(block: _RowBlock, mode: int, choice: Recompute) -> Components:
     stages = block.stages
     if mode in (SHARED, IN_PLACE):
-        components = _among_others(block, memory_parts_on_shared_device(stages, choice), is_in_place=mode == IN_PLACE)
+        components = _among_others(block, memory_on_shared_device(stages, choice), is_in_place=mode == IN_PLACE)
     else:
-        parts = stage_memory_parts(stages, choice, in_flight=1 if mode == ALONE_ONCE else 2)
-        sizes = {ALWAYS: parts.always} | {PARTS.index(name): size.items for name, size in parts.sizes.items()}
+        memory = stage_memory_by_allocation(stages, choice, in_flight=1 if mode == ALONE_ONCE else 2)
+        sizes = {ALWAYS: memory.always} | {ALLOCATIONS.index(name): size.items for name, size in memory.sizes.items()}
         components = {
-            (part, ITEMS.index(item)): _at(block, size) for part, items in sizes.items() for item, size in items.items()
+            (allocation, ITEMS.index(item)): _at(block, size)
+            for allocation, items in sizes.items()
+            for item, size in items.items()
         }
     # Stages without gradients send none to other replicas.
     sends = _at(block, stages.message) > 0
-    messages = {PARTS.index("message"), PARTS.index("weight_message")}
+    messages = {ALLOCATIONS.index("message"), ALLOCATIONS.index("weight_message")}
     return {key: size * sends if key[0] in messages else size for key, size in components.items()}
 
 
-def _among_others(block: _RowBlock, parts: MemoryParts, *, is_in_place: bool) -> Components:
-    sizes = np.stack([_at(block, size) for size in parts.totals(block.stages.shape)[1:]], axis=-1)
+def _among_others(block: _RowBlock, memory: MemoryByAllocation, *, is_in_place: bool) -> Components:
+    sizes = np.stack([_at(block, size) for size in memory.totals(block.stages.shape)[1:]], axis=-1)
     if is_in_place:
         none = np.zeros(1)
         shared = SharedBytes(none, none, none, none, received=np.rint(block.received))
         _, sizes = subtract_shared(none, sizes, shared, exact=block.stages.exact)
     by_item = bytes_by_component(sizes)
-    always = {(ALWAYS, ITEMS.index(item)): np.rint(_at(block, size)) for item, size in parts.always.items()}
+    always = {(ALWAYS, ITEMS.index(item)): np.rint(_at(block, size)) for item, size in memory.always.items()}
     places = np.argwhere(by_item.any(axis=0)).tolist()
-    return {**always, **{(part, item): by_item[:, part, item] for part, item in places}}
+    return {**always, **{(allocation, item): by_item[:, allocation, item] for allocation, item in places}}
 
 
 def _at(block: _RowBlock, size: FloatArray | float) -> FloatArray:
@@ -183,12 +188,12 @@ def add_time_columns(
         durations.append([table.add(us) for letter in KINDS for us in by_kind[letter]])
         redone = [table.add(busy.recompute_us), table.add(busy.last_recompute_us)]
         again.append([place for kind in KINDS.values() for place in (redone if kind.direction < 0 else [ZERO, ZERO])])
-    summed_us = sums.replica_sums_us(cells.first, cells.end)
+    summed_us = sums.gradient_allreduce_us(cells.first, cells.end)
     return {
         # By recompute choice, then two columns for each kind of action: other micro-batches, last micro-batch.
         "durations": durations,
         "again": again,
-        "optimizer": table.add(sums.own_us(cells.first, cells.end, speed) - summed_us),
+        "optimizer": table.add(sums.between_steps_us(cells.first, cells.end, speed) - summed_us),
         "summed": table.add(summed_us),
         # `send_hides` is added to this time if the stage sends to another device.
         "hides": table.add(optimizer_slack_us(busy, 0.0)),

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from planner.core.cost.chain_costs import ChainCosts, TiedParameters
 from planner.core.cost.costs import CostTable
 from planner.core.cost.partition import Partition
-from planner.core.cost.peak_points import PARTS
+from planner.core.cost.peak_points import ALLOCATIONS
 from planner.core.cost.stage_time import CHOICES
 from planner.core.cost.width import tensor_parallel_profile
 from planner.core.judge.certainty import SLACK_BYTES, certainty_of
@@ -150,10 +150,12 @@ class _NearbyStages:
         sizes, bytes_, times = {}, NumberTable(len(cells.first)), NumberTable(len(cells.first))
         sends = NumberTable(len(crossings.cut))
         for micro_batches, costs in chain.costs.items():
-            replicated, parts = costs.of_replicas(pipeline.replicas), self._parts(micro_batches)
+            replicated, allocations = costs.of_replicas(pipeline.replicas), self._allocations(micro_batches)
             sizes[micro_batches] = {
                 "size": costs.micro_batch_size,
-                "bytes": add_memory_columns(bytes_, replicated, cells, micro_batches=micro_batches, parts=parts),
+                "bytes": add_memory_columns(
+                    bytes_, replicated, cells, micro_batches=micro_batches, allocations=allocations
+                ),
                 **add_time_columns(times, costs, cells, pipeline),
                 **add_transfer_columns(sends, costs, crossings, pipeline),
                 "columns": [_heights(costs.forward_us, costs), _heights(costs.backward_us, costs)],
@@ -168,13 +170,13 @@ class _NearbyStages:
             "sends": sends.json_data(),
         }
 
-    def _parts(self, micro_batches: int) -> list[set[int]]:
-        parts: list[set[int]] = [set() for _ in range(IN_PLACE + 1)]
+    def _allocations(self, micro_batches: int) -> list[set[int]]:
+        allocations: list[set[int]] = [set() for _ in range(IN_PLACE + 1)]
         cases = ((one.schedule, chunks, by_m) for one in self.menu.schedules for chunks, by_m in one.orders.items())
         for schedule, chunks, by_m in cases:
             for mode in set(self.sharing_modes(schedule, chunks, micro_batches)) if micro_batches in by_m else ():
-                parts[mode] |= by_m[micro_batches].parts
-        return parts
+                allocations[mode] |= by_m[micro_batches].allocations
+        return allocations
 
     def sharing_modes(self, schedule: Schedule, chunks: int, micro_batches: int) -> list[int]:
         layout = self.layouts[chunks, schedule.placement]
@@ -224,11 +226,13 @@ def _tie(tie: TiedParameters, *, is_exact: bool) -> list[object]:
     sizes = {
         (ALWAYS, "parameters"): tie.parameter_bytes,
         (ALWAYS, "optimizer"): tie.optimizer_bytes,
-        (PARTS.index("gradients") if is_exact else ALWAYS, "gradients"): tie.gradient_bytes,
-        (PARTS.index("casts"), "casts"): tie.cast_bytes,
+        (ALLOCATIONS.index("gradients") if is_exact else ALWAYS, "gradients"): tie.gradient_bytes,
+        (ALLOCATIONS.index("casts"), "casts"): tie.cast_bytes,
     }
-    # The page's scripts expect: later layer, earlier layers (nearest first), list of part, component and bytes.
-    shared = [number for (part, item), size in sizes.items() for number in (part, ITEMS.index(item), round(size))]
+    # The page's scripts expect: later layer, earlier layers (nearest first), list of allocation, component and bytes.
+    shared = [
+        number for (allocation, item), size in sizes.items() for number in (allocation, ITEMS.index(item), round(size))
+    ]
     return [tie.second, [tie.first, *reversed(tie.earlier)], shared]
 
 
@@ -270,7 +274,7 @@ def _devices(chain: _ExplorerChain) -> dict[str, object]:
         "names": [printable(layer.name) for layer in request.profile.layers],
         "kinds": list(KINDS),
         "redone": [place for place, kind in enumerate(KINDS.values()) if kind.direction < 0],
-        "num_parts": len(PARTS),
+        "num_parts": len(ALLOCATIONS),
         "items": ITEMS,
         "recomputes": CHOICES,
         "devices": plan.num_devices,

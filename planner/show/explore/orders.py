@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Final
 
-from planner.core.cost.peak_points import PARTS, CountChanges, part_count_changes
+from planner.core.cost.peak_points import ALLOCATIONS, AllocationCountChanges, allocation_count_changes
 from planner.core.errors import UsageError
 from planner.core.schedule import KINDS, SCHEDULES, Action, Schedule, schedule_of
 from planner.core.values.limits import MOST_CHUNKS
@@ -21,7 +21,7 @@ MOST_ACTIONS: Final = 400_000
 
 LETTERS: Final = tuple(KINDS)
 
-OrderEntry = tuple[int, CountChanges]
+OrderEntry = tuple[int, AllocationCountChanges]
 """Row of `ScheduleMenu.entries`: a code for an action, and the action's changes to the counts of allocations.
 
 The code is 4 * chunk + index of the action's kind in `LETTERS`, or -1 for the optimizer step.
@@ -45,8 +45,8 @@ class DeviceOrders:
     """Action orders of all devices for one schedule, number of stages and number of micro-batches."""
 
     devices: tuple[EncodedOrder, ...]
-    parts: frozenset[int]
-    """Allocations that exist at some point in these orders, as indices into `PARTS`."""
+    allocations: frozenset[int]
+    """Allocations that exist at some point in these orders, as indices into `ALLOCATIONS`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,10 +104,12 @@ def schedule_menu(request: ExplorerRequest) -> ScheduleMenu:
             continue  # the schedule does not support this number of micro-batches
         left -= sum(map(len, rows))
         stages = (schedule.stages_on(device, plan.num_devices, chunks) for device in range(plan.num_devices))
-        changes = part_count_changes(rows)
+        changes = allocation_count_changes(rows)
         orders.setdefault(schedule.name, {}).setdefault(chunks, {})[micro_batches] = DeviceOrders(
             devices=tuple(_order(*each, entries) for each in zip(rows, stages, changes, strict=True)),
-            parts=frozenset(part % len(PARTS) for each in set().union(*changes) for part in _changed_parts(each)),
+            allocations=frozenset(
+                n % len(ALLOCATIONS) for each in set().union(*changes) for n in _changed_counts(each)
+            ),
         )
     listed = (
         OfferedSchedule(schedule=schedule, orders=orders[schedule.name])
@@ -148,14 +150,17 @@ def _chunks(schedule: Schedule, plan: Plan) -> Sequence[int]:
     return sorted({*range(2, MOST_CHUNKS + 1), *([plan.chunks] if schedule.name == plan.schedule else [])})
 
 
-def _changed_parts(change: CountChanges) -> Iterator[int]:
+def _changed_counts(change: AllocationCountChanges) -> Iterator[int]:
     yield from change.before[::2]
     yield from change.running
     yield from change.after[::2]
 
 
 def _order(
-    row: Sequence[Action], stages: Sequence[int], changes: Sequence[CountChanges], entries: dict[OrderEntry, int]
+    row: Sequence[Action],
+    stages: Sequence[int],
+    changes: Sequence[AllocationCountChanges],
+    entries: dict[OrderEntry, int],
 ) -> EncodedOrder:
     places = {(s, kind): len(LETTERS) * v + n for v, s in enumerate(stages) for n, kind in enumerate(LETTERS)}
     codes = [places[action.stage, action.kind] for action in row]

@@ -5,8 +5,8 @@ from typing import Final
 
 from planner.core.cost.workload import SampleWork, training_run
 from planner.core.judge.certainty import Certainty
-from planner.core.values.plan import Inputs, Plan, TrainingRun
-from planner.core.values.units import count_option, pluralize
+from planner.core.values.plan import Inputs, Plan, TrainingRunEstimate
+from planner.core.values.units import format_count, pluralize
 from planner.show.views.certainty import amount_words
 from planner.show.views.numbers import percent
 
@@ -37,7 +37,7 @@ def training_words(plan: Plan, certainty: Certainty | None) -> list[str]:
     return run_words(*shown, measured_to_predicted_ratios(plan, certainty)) if shown is not None else []
 
 
-def shown_run(plan: Plan) -> tuple[TrainingRun, Inputs] | None:
+def shown_run(plan: Plan) -> tuple[TrainingRunEstimate, Inputs] | None:
     """Return the training run to show, and the inputs of the plan with the length of this run.
 
     If a run was requested, it is returned with the unchanged inputs. Otherwise, the result is a run of 1T tokens, and
@@ -55,7 +55,7 @@ def shown_run(plan: Plan) -> tuple[TrainingRun, Inputs] | None:
     return None if run is None else (run, inputs)
 
 
-def run_words(run: TrainingRun, inputs: Inputs, ratios: tuple[float, float] | None = None) -> list[str]:
+def run_words(run: TrainingRunEstimate, inputs: Inputs, ratios: tuple[float, float] | None = None) -> list[str]:
     """Return length and duration of a training run, its GPU-hours, and its cost if the price is known.
 
     Args:
@@ -72,16 +72,16 @@ def run_words(run: TrainingRun, inputs: Inputs, ratios: tuple[float, float] | No
 def run_length_words(inputs: Inputs) -> str:
     """Return the length of the training run, such as `1T tokens`; `1 step` if the request has no length."""
     if inputs.tokens:
-        return f"{count_option(inputs.tokens)} tokens"
-    return f"{count_option(inputs.samples)} samples" if inputs.samples else "1 step"
+        return f"{format_count(inputs.tokens)} tokens"
+    return f"{format_count(inputs.samples)} samples" if inputs.samples else "1 step"
 
 
-def hours_words(run: TrainingRun, ratios: tuple[float, float] | None) -> str:
+def hours_words(run: TrainingRunEstimate, ratios: tuple[float, float] | None) -> str:
     """Return the GPU-hours of a training run with their error range, and its number of GPUs."""
     return f"{amount_words(run.gpu_hours, ratios, 'GPU-hours')} on {pluralize(run.gpus, 'GPU')}"
 
 
-def days_words(run: TrainingRun, ratios: tuple[float, float] | None) -> str:
+def days_words(run: TrainingRunEstimate, ratios: tuple[float, float] | None) -> str:
     """Return a training run's duration with its error range, in days, hours or seconds."""
     units = ((1.0, "days"), (24.0, "hours"), (86_400.0, "s"))
     factor, unit = next(of for of in units if run.days * of[0] >= 2 or of is units[-1])

@@ -85,7 +85,7 @@ def _named_bound_words(plan: Plan) -> str:
     named_us = plan.solver.named_lower_bound_us
     if not named_us:
         return ""
-    least = "" if plan.solver.named_gap(plan.predicted.step_us) == 0 else f" than {format_us(named_us)}"
+    least = "" if plan.solver.named_schedule_gap(plan.predicted.step_us) == 0 else f" than {format_us(named_us)}"
     return f", no plan with a named schedule is faster{least}"
 
 
@@ -95,8 +95,8 @@ def gap_words(plan: Plan) -> str:
     All schedules except `search` are named schedules. If a higher lower bound is known for plans with named schedules,
     the text also contains the gap between the step time and that bound.
     """
-    named_gap = plan.solver.named_gap(plan.predicted.step_us)
-    over_named = "" if named_gap is None else f", over the named schedules {_gap_text(named_gap)}"
+    named_schedule_gap = plan.solver.named_schedule_gap(plan.predicted.step_us)
+    over_named = "" if named_schedule_gap is None else f", over the named schedules {_gap_text(named_schedule_gap)}"
     return f"gap {_gap_text(plan.solver.gap)}{over_named}"
 
 

@@ -88,7 +88,9 @@ class CutDynamicProgram:
         """False if the last search dropped partial plans that may lead to the best partition."""
         self._deadline = deadline
         self._work = (problem.sums.forward_us + problem.sums.backward_us) / problem.highest_speed
-        self._own_us = float(problem.sums.own_us(np.array([0]), np.array([1]), problem.highest_speed)[0])
+        self._between_steps_us = float(
+            problem.sums.between_steps_us(np.array([0]), np.array([1]), problem.highest_speed)[0]
+        )
         self.prefixes = PrefixBounds(problem, recurrence.needs, deadline=deadline)
         self._least = self.prefixes.least
 
@@ -207,7 +209,7 @@ class CutDynamicProgram:
     def _earlier_layers(self, first: IntArray, stages_left: int) -> EarlierLayers:
         return EarlierLayers(
             work_us=self._work[first],
-            own_us=self._own_us,
+            between_steps_us=self._between_steps_us,
             exist=first > 0,
             least={name: tables[stages_left][first] for name, tables in self._least.items()},
         )

@@ -82,7 +82,7 @@ class EarlierLayers:
 
     work_us: FloatArray
     """Forward plus backward time of these layers, in microseconds."""
-    own_us: float
+    between_steps_us: float
     """Lower bound of the all-reduce and optimizer time of a plan's first stage, in microseconds."""
     exist: BoolArray
     """True for partial plans that do not begin at layer 0."""
@@ -182,7 +182,7 @@ class GPipeRecurrence:
             x,
             a,
             d,
-            delay_with_added_stage_us(u, stages.own_us, stages.slack_us),
+            delay_with_added_stage_us(u, stages.between_steps_us, stages.slack_us),
         )
 
     def _add_machine(self, states: _Passed, machine: _Machine) -> _Passed:
@@ -211,7 +211,7 @@ class GPipeRecurrence:
             d = d if self._floor else np.maximum(d, a + (self._M - 1) * backward)
             # Or the last micro-batch waits for the recomputation of the others in all earlier stages.
             d = np.maximum(d + earlier.work_us, a + earlier.least["passes"] + _times(self._M - 2, x))
-        return d + _times(self._M - 1, f) + np.where(earlier.exist, earlier.own_us, u)
+        return d + _times(self._M - 1, f) + np.where(earlier.exist, earlier.between_steps_us, u)
 
     def ranking_bounds(self, states: PlanStates, earlier: EarlierLayers, bound_us: FloatArray) -> PlanStates:  # noqa: ARG002 - time is all
         return (bound_us,)
@@ -250,7 +250,7 @@ class OneForwardOneBackwardRecurrence:
         trips = (M - 1) // w * s + r
         # The slowest later stage also bounds it, plus one forward, one backward and two transfers.
         g = np.maximum(np.maximum(work, first_back), np.maximum(trips, g + (F + q + 2 * C)))
-        return g, s, r, delay_with_added_stage_us(u, stages.own_us, stages.slack_us)
+        return g, s, r, delay_with_added_stage_us(u, stages.between_steps_us, stages.slack_us)
 
     def clamp_to_lower_bounds(self, states: PlanStates, earlier: EarlierLayers) -> PlanStates:
         # Every difference in g, s and r changes the step time, so only u is raised.
@@ -264,7 +264,7 @@ class OneForwardOneBackwardRecurrence:
             np.maximum(g + earlier.work_us, earlier.least["work"]),
             s + earlier.work_us + _times(self._M - 1, earlier.least["backward"]),
         )
-        return bound + np.where(earlier.exist, earlier.own_us, u)
+        return bound + np.where(earlier.exist, earlier.between_steps_us, u)
 
     def ranking_bounds(self, states: PlanStates, earlier: EarlierLayers, bound_us: FloatArray) -> PlanStates:  # noqa: ARG002 - time is all
         return (bound_us,)
@@ -277,7 +277,7 @@ def _times(count: int, time: FloatArray) -> FloatArray:
 
 def _raised_tail(tail: FloatArray, earlier: EarlierLayers) -> FloatArray:
     # The work of earlier layers hides that much of an optimizer step. The first stage always adds its own step.
-    return np.where(earlier.exist, np.maximum(tail, earlier.own_us + earlier.work_us), tail)
+    return np.where(earlier.exist, np.maximum(tail, earlier.between_steps_us + earlier.work_us), tail)
 
 
 class TieBreakRecurrence:

@@ -308,7 +308,7 @@ class LinearProgram:
         for chunk, s in enumerate(chunks):
             place = reference_cuts[s + 1], max(0, reference_cuts[s] - reference_cuts[s + 1] + whole.width)
             for option, choice in enumerate(self.evaluator.allowed):
-                alive[option, chunk] = points[:, chunk] @ whole.parts[choice, *place][1:]
+                alive[option, chunk] = points[:, chunk] @ whole.stage_allocation_bytes[choice, *place][1:]
         alike = alive.sum(axis=1)
         return sorted(
             {

@@ -1,7 +1,7 @@
 """Choice of the layers of a stage to recompute, so that the stage fits its memory limit in the least time.
 
 The memory of the stage is checked at a few points in the step (`planner.core.cost.memory`). At each point the limit is
-a linear inequality (`StageLayers`):
+a linear inequality (`StageLayerMemory`):
 
     fixed + weight · saved + peak <= limit
 
@@ -36,7 +36,7 @@ import numpy as np
 
 from planner.core.cost.arrays import BoolArray, FloatArray, IndexArray, IntArray
 from planner.core.cost.chain_costs import ChainCosts
-from planner.core.cost.layer_memory import KEEP, RECOMPUTE, StageLayers
+from planner.core.cost.layer_memory import KEEP, RECOMPUTE, StageLayerMemory
 from planner.core.cost.memory import stage_memory_functions
 from planner.core.cost.peak_points import PeakPoints
 
@@ -93,7 +93,7 @@ def cheapest_recomputed_layers(
         MemoryLimit(limit_bytes - float(m.fixed[0, -1]), m.weight, -1 if m.peak is None else m.peak) for m in linear
     ]
     return cheapest_layers_within(
-        StageLayers.of(costs, first, end), limits, costs.forward_us[first:end], most_choices=most_choices
+        StageLayerMemory.of(costs, first, end), limits, costs.forward_us[first:end], most_choices=most_choices
     )
 
 
@@ -121,7 +121,7 @@ class MemoryLimit(NamedTuple):
 
 
 def cheapest_layers_within(
-    layers: StageLayers, limits: Sequence[MemoryLimit], times_us: FloatArray, *, most_choices: int = 4096
+    layers: StageLayerMemory, limits: Sequence[MemoryLimit], times_us: FloatArray, *, most_choices: int = 4096
 ) -> LayerChoice | None:
     """Return the recomputation of least time that keeps all memory limits of a stage; None if there is none.
 
@@ -186,7 +186,7 @@ class _LayerDynamicProgram:
     #     least_after, most_after  fewest and most bytes that they save with any choice
     #     lowest, highest          lowest peak of any choice, and peak without recomputation, by field of `LayerPeaks`
 
-    def __init__(self, layers: StageLayers, limits: Sequence[MemoryLimit], times: FloatArray, room: float) -> None:
+    def __init__(self, layers: StageLayerMemory, limits: Sequence[MemoryLimit], times: FloatArray, room: float) -> None:
         self.layers = layers
         self.limits = limits
         self.room = room

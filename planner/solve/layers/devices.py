@@ -23,7 +23,7 @@ import numpy as np
 from planner.core.cost.arrays import FloatArray, IntArray
 from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.device_memory import ChunkMemoryFunction, SharedBytes, chunk_memory_function, shared_bytes
-from planner.core.cost.layer_memory import StageLayers, most_bytes_freed
+from planner.core.cost.layer_memory import StageLayerMemory, most_bytes_freed
 from planner.core.cost.stage_time import LAYERS
 from planner.solve.layers.cheapest import MemoryLimit, cheapest_layers_within
 from planner.solve.layers.subsets import MOST_LAYERS, LayerSubsets
@@ -135,9 +135,9 @@ class RecomputeSearch:
             shared_here = SharedBytes(*(item[:, s : s + 1] for item in shared))
             stage = self._stage(int(cuts[s]), int(cuts[s + 1]))
             chunk = _Chunk(stage, stage.by_layers.without(shared_here, exact=costs.exact), counts)
-            for n, (always, parts, inside) in whole.items():
+            for n, (always, sizes, inside) in whole.items():
                 # Stages that are too long for the tables can only be recomputed layer by layer.
-                held_bytes = always[0, s] + counts @ parts[0, s] if inside[0, s] else np.full(len(counts), inf)
+                held_bytes = always[0, s] + counts @ sizes[0, s] if inside[0, s] else np.full(len(counts), inf)
                 chunk.whole[n] = _ChunkRecomputation(n, (), 0.0, stage.whole_us[n], held_bytes)
             chunks.append(chunk)
         return chunks
@@ -156,7 +156,7 @@ class _StageTables:
         self.by_layers = chunk_memory_function(
             costs, first, end, micro_batches=micro_batches, splits_backward=splits_backward
         )
-        self.layers = StageLayers.of(costs, first, end)
+        self.layers = StageLayerMemory.of(costs, first, end)
         self.times_us = costs.forward_us[first:end]
         forward_us = float(self.times_us.sum() + costs.entry_us[first]) if costs.has_backward[end - 1] else 0.0
         self.whole_us = 0.0, (micro_batches - 1) * forward_us, micro_batches * forward_us
@@ -178,20 +178,21 @@ class _Chunk:
         self.weights = counts @ by_layers.saved
         self.peak = np.where(counts > 0, by_layers.peak, -1).max(axis=1)
         self._by_layers, self._counts = by_layers, counts
-        # Some of `PARTS` are the maximum of two linear functions. Where such a part exists, both functions are limited.
+        # Some of `ALLOCATIONS` are the maximum of two linear functions. Where such an allocation exists, both
+        # functions are limited.
         is_flat = by_layers.least > by_layers.rest
         lines = [(self.weights, by_layers.rest)]
         if is_flat.any():
             lines.append((counts @ np.where(is_flat, 0, by_layers.saved), np.maximum(by_layers.least, by_layers.rest)))
-        self._lines = [(weights, by_layers.always + counts @ parts) for weights, parts in lines]
+        self._lines = [(weights, by_layers.always + counts @ sizes) for weights, sizes in lines]
 
     @cached_property
     def options(self) -> list[_ChunkRecomputation]:
         stage, subsets = self.stage, self.stage.subsets
         if subsets is None:
             return []
-        parts = self._by_layers.parts(subsets.saved[:, None], subsets.peaks)
-        held_bytes = self._by_layers.always + parts @ self._counts.T
+        sizes = self._by_layers.allocation_bytes(subsets.saved[:, None], subsets.peaks)
+        held_bytes = self._by_layers.always + sizes @ self._counts.T
         return [
             *self.whole.values(),
             *(
@@ -204,7 +205,9 @@ class _Chunk:
     def with_layers(self, recomputed: tuple[int, ...]) -> _ChunkRecomputation:
         saved, *levels = self.stage.layers.saved_and_peaks(recomputed)
         layers_us = float(self.stage.times_us[np.array(recomputed, dtype=np.int64) - self.stage.layers.first].sum())
-        held_bytes = self._by_layers.always + self._counts @ self._by_layers.parts(saved, np.array([*levels, 0.0]))
+        held_bytes = self._by_layers.always + self._counts @ self._by_layers.allocation_bytes(
+            saved, np.array([*levels, 0.0])
+        )
         return self._option(recomputed, layers_us, held_bytes)
 
     def _option(self, recomputed: tuple[int, ...], layers_us: float, held_bytes: FloatArray) -> _ChunkRecomputation:

@@ -82,8 +82,10 @@ def _holds_all(evaluator: Evaluator, width: int) -> bool:
         return True
     if width > evaluator.width:
         return False
-    parts = np.where(np.isfinite(evaluator.parts[0]), evaluator.parts[0], 0.0).max(axis=(0, 1))
-    held = [float((parts[0] + counts @ parts[1:]).sum(axis=1).max()) for counts in evaluator.peak_counts]
+    most_bytes = np.where(
+        np.isfinite(evaluator.stage_allocation_bytes[0]), evaluator.stage_allocation_bytes[0], 0.0
+    ).max(axis=(0, 1))
+    held = [float((most_bytes[0] + counts @ most_bytes[1:]).sum(axis=1).max()) for counts in evaluator.peak_counts]
     return all(most <= limit for most, limit in zip(held, evaluator.case.limits_bytes, strict=False))
 
 

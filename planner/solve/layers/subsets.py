@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from planner.core.cost.arrays import BoolArray, FloatArray
-from planner.core.cost.layer_memory import StageLayers
+from planner.core.cost.layer_memory import StageLayerMemory
 
 MOST_LAYERS = 9
 """Largest number of layers of a stage whose subsets are listed."""
@@ -30,7 +30,7 @@ class LayerSubsets(NamedTuple):
     """Peak memory in bytes, one column per field of `LayerPeaks`, and a column of zeros; shape (subsets, 4)."""
 
     @classmethod
-    def of(cls, layers: StageLayers, times_us: FloatArray) -> "LayerSubsets":
+    def of(cls, layers: StageLayerMemory, times_us: FloatArray) -> "LayerSubsets":
         """Return the useful subsets of at most `MOST_LAYERS` layers; `times_us` is the time to recompute each layer."""
         trained = np.flatnonzero(layers.can_recompute)
         every = np.zeros((1 << len(trained), len(times_us)), dtype=np.bool_)

@@ -166,8 +166,10 @@ class _ListScheduler(ABC):
                 heappush(turns, (arrival_us, other))  # otherwise the receiver gets a turn when it becomes free
         if not self.is_complete():
             return None
-        spans = zip(free_us, begins_us, self.problem.own_us, strict=True)
-        return ActionOrder(rows, max(end_us - begin_us + own_us for end_us, begin_us, own_us in spans))
+        spans = zip(free_us, begins_us, self.problem.between_steps_us, strict=True)
+        return ActionOrder(
+            rows, max(end_us - begin_us + between_steps_us for end_us, begin_us, between_steps_us in spans)
+        )
 
     @abstractmethod
     def choose(self, device: int, now_us: float) -> Act | None:

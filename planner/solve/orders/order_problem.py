@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from planner.core.cost.arrays import FloatArray
-from planner.core.cost.peak_points import BACKWARDS, FORWARDS, INPUT_BACKWARDS, PARTS, WEIGHT_BACKWARDS
+from planner.core.cost.peak_points import ALLOCATIONS, BACKWARDS, FORWARDS, INPUT_BACKWARDS, WEIGHT_BACKWARDS
 from planner.core.cost.simulate import StageTimes
 from planner.core.schedule import Letter
 
@@ -81,7 +81,7 @@ class OrderProblem:
     """True for stages with whole backwards (B); False for stages with split backwards (I and W)."""
     limits_bytes: tuple[float, ...]
     """Memory limit of each device minus its reserve, in bytes."""
-    own_us: tuple[float, ...]
+    between_steps_us: tuple[float, ...]
     """Time of optimizer steps and all-reduces after the last action of each device."""
 
     @cached_property
@@ -139,7 +139,7 @@ class OrderProblem:
 
     def busy_us(self, device: int) -> float:
         """Return the time that a device is busy in a step, including all-reduces and the optimizer."""
-        total_us, more = self.own_us[device], self.micro_batches - 1
+        total_us, more = self.between_steps_us[device], self.micro_batches - 1
         for stage in self.stages_by_device[device]:
             times = self.times[stage]
             total_us += self.micro_batches * times.forward_us
@@ -151,23 +151,23 @@ class OrderProblem:
         return total_us
 
 
-def approximate_stage_memory(always: float, parts: FloatArray, *, is_whole: bool) -> ApproximateStageMemory:
+def approximate_stage_memory(always: float, allocation_bytes: FloatArray, *, is_whole: bool) -> ApproximateStageMemory:
     """Return the approximate memory of a stage.
 
     Args:
         always: Permanent bytes.
-        parts: Bytes of each of `planner.core.cost.peak_points.PARTS`.
+        allocation_bytes: Bytes of each of `planner.core.cost.peak_points.ALLOCATIONS`.
         is_whole: True if the stage runs whole backwards (B); False if it runs I and W.
     """
-    part = dict(zip(PARTS, parts.tolist(), strict=True))
-    held = max(part["held"], part["kept"])
-    between = 0.0 if is_whole else part["weight_held"]
+    size = dict(zip(ALLOCATIONS, allocation_bytes.tolist(), strict=True))
+    held = max(size["held"], size["kept"])
+    between = 0.0 if is_whole else size["weight_held"]
     backwards = (*BACKWARDS, "message") if is_whole else INPUT_BACKWARDS
-    running = max(part[name] for name in (*FORWARDS, *backwards))
-    weight = 0.0 if is_whole else max(part[name] for name in (*WEIGHT_BACKWARDS, "weight_message"))
-    transfers = part["input"] + part["output_gradient"] + part["input_gradient"]
+    running = max(size[name] for name in (*FORWARDS, *backwards))
+    weight = 0.0 if is_whole else max(size[name] for name in (*WEIGHT_BACKWARDS, "weight_message"))
+    transfers = size["input"] + size["output_gradient"] + size["input_gradient"]
     return ApproximateStageMemory(
-        always=always + part["gradients"] + part["casts"] + transfers,
+        always=always + size["gradients"] + size["casts"] + transfers,
         held=held,
         between=between,
         above=max(0.0, running - held, weight - between),

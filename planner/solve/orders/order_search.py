@@ -223,7 +223,7 @@ class OrderSearch:
         return self._simulate(order.actions())
 
     def _simulate(self, rows: Rows) -> bool:
-        found_us = period_us(rows, self._problem.times, self._problem.own_us)
+        found_us = period_us(rows, self._problem.times, self._problem.between_steps_us)
         if (self.best is not None and found_us >= self.best.period_us) or not self._fits_exactly(rows):
             return False
         self.best = SimulatedOrder(rows=rows, period_us=found_us)
@@ -272,7 +272,7 @@ def least_period_us(problem: OrderProblem) -> float:
     ]
     most_in_flight = np.clip(np.floor(np.array([fitting]) + 1e-9), 1.0, problem.micro_batches)
     windows_us = least_windows_us(times, problem.stages_by_device, problem.micro_batches, most_in_flight)
-    return float((windows_us + np.array(problem.own_us)).max())
+    return float((windows_us + np.array(problem.between_steps_us)).max())
 
 
 def _round_trip_us(times: Sequence[StageTimes], stage: int) -> float:

@@ -37,7 +37,7 @@ from math import inf
 import numpy as np
 
 from planner.core.cost.arrays import FloatArray, IntArray
-from planner.core.cost.peak_points import BACKWARDS, FORWARDS, INPUT_BACKWARDS, PARTS
+from planner.core.cost.peak_points import ALLOCATIONS, BACKWARDS, FORWARDS, INPUT_BACKWARDS
 from planner.core.cost.stage_time import SplitBackwardTimes, StageBusyTimes
 from planner.solve.chunks.search import all_cuts
 from planner.solve.space.case import Case
@@ -177,8 +177,8 @@ def lower_bound_of_all_cuts_us(evaluator: Evaluator, upper_us: float, most_actio
 
 
 def _least_us(evaluator: Evaluator, cuts: IntArray, upper_us: float) -> float:
-    fastest, own_us = _least_times(evaluator, cuts, evaluator.allowed[0])
-    work_us = fastest.work_us[:, evaluator.stages].sum(axis=2) + own_us
+    fastest, between_steps_us = _least_times(evaluator, cuts, evaluator.allowed[0])
+    work_us = fastest.work_us[:, evaluator.stages].sum(axis=2) + between_steps_us
     # Most cuts are so uneven that their work alone exceeds `upper_us`.
     cuts = cuts[work_us.max(axis=1) < upper_us]
     if not len(cuts):
@@ -192,7 +192,7 @@ def _least_us(evaluator: Evaluator, cuts: IntArray, upper_us: float) -> float:
         most = np.maximum(most_in_flight, 1.0)
         least = least_windows_us(stage_bounds.times, chunks, num, most, later_gradient_us=gradient_us)
         windows = np.minimum(windows, np.where(most_in_flight > 0, least, inf))
-    return min(upper_us, float((windows + stages[0].own_us).max(axis=1).min()))
+    return min(upper_us, float((windows + stages[0].between_steps_us).max(axis=1).min()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,7 +200,7 @@ class _StageBounds:
     """Lower bounds of the times and memory of stages; memory in bytes, shape (partitions, stages)."""
 
     times: StageTimeBounds
-    own_us: FloatArray
+    between_steps_us: FloatArray
     """All-reduce and optimizer time of each device, in microseconds; shape (partitions, devices)."""
     always: FloatArray
     held: FloatArray
@@ -212,16 +212,18 @@ class _StageBounds:
 
     @classmethod
     def of(cls, evaluator: Evaluator, cuts: IntArray, choice: int) -> "_StageBounds":
-        always, parts, inside = evaluator.stage_bytes(cuts, np.full((len(cuts), evaluator.num_stages), choice))
-        part = {name: parts[..., place] for place, name in enumerate(PARTS)}
+        always, allocation_bytes, inside = evaluator.stage_bytes(
+            cuts, np.full((len(cuts), evaluator.num_stages), choice)
+        )
+        size = {name: allocation_bytes[..., place] for place, name in enumerate(ALLOCATIONS)}
         held, forward, backward = (
-            np.min([part[name] for name in names], axis=0)
+            np.min([size[name] for name in names], axis=0)
             for names in (("held", "kept"), FORWARDS, (*BACKWARDS, *INPUT_BACKWARDS))
         )
-        times, own_us = _least_times(evaluator, cuts, choice)
+        times, between_steps_us = _least_times(evaluator, cuts, choice)
         return cls(
             times=times,
-            own_us=own_us,
+            between_steps_us=between_steps_us,
             always=always,
             held=held,
             running=np.maximum(forward, backward),
@@ -264,18 +266,18 @@ def _combinations(evaluator: Evaluator, stages: Sequence[_StageBounds]) -> Itera
 def _combine(stages: Sequence[_StageBounds], merge: Callable[[Sequence[FloatArray]], FloatArray]) -> _StageBounds:
     times = {of.name: merge([getattr(each.times, of.name) for each in stages]) for of in fields(StageTimeBounds)}
     sizes = {name: merge([getattr(each, name) for each in stages]) for name in ("always", "held", "running", "inside")}
-    return _StageBounds(times=StageTimeBounds(**times), own_us=stages[0].own_us, **sizes)
+    return _StageBounds(times=StageTimeBounds(**times), between_steps_us=stages[0].between_steps_us, **sizes)
 
 
 def _least_times(evaluator: Evaluator, cuts: IntArray, choice: int) -> tuple[StageTimeBounds, FloatArray]:
     choices = np.full((len(cuts), evaluator.num_stages), choice)
-    busy, split_backward, crossing, own_us = evaluator.durations(cuts, choices)
+    busy, split_backward, crossing, between_steps_us = evaluator.durations(cuts, choices)
     times = StageTimeBounds.of(busy, split_backward, crossing, evaluator.case.micro_batches)
     if evaluator.case.replicas > 1:
         # Only the all-reduce of one chunk must come after the last action, so count the smallest.
-        sums = evaluator.case.sums.replica_sums_us(cuts[:, :-1], cuts[:, 1:])[:, evaluator.stages]
-        own_us = own_us - (sums.sum(axis=2) - sums.min(axis=2))
-    return times, own_us
+        sums = evaluator.case.sums.gradient_allreduce_us(cuts[:, :-1], cuts[:, 1:])[:, evaluator.stages]
+        between_steps_us = between_steps_us - (sums.sum(axis=2) - sums.min(axis=2))
+    return times, between_steps_us
 
 
 def _prefix_sums(times_us: FloatArray) -> FloatArray:

@@ -194,7 +194,7 @@ def _named_schedule_evaluators(evaluator: Evaluator) -> list[Evaluator]:
 def _order_problem(evaluator: Evaluator, cuts: IntArray, choices: IntArray, *, is_whole: bool) -> OrderProblem:
     cuts, choices = cuts[None], choices[None]
     busy, split_backward, crossing, own = evaluator.durations(cuts, choices)
-    always, parts, _ = evaluator.stage_bytes(cuts, choices)
+    always, allocation_bytes, _ = evaluator.stage_bytes(cuts, choices)
     durations = {
         name: np.broadcast_to(us, choices.shape)[0]
         for name, us in {**busy._asdict(), **split_backward._asdict()}.items()
@@ -211,10 +211,10 @@ def _order_problem(evaluator: Evaluator, cuts: IntArray, choices: IntArray, *, i
             for s in range(evaluator.num_stages)
         ),
         footprints=tuple(
-            approximate_stage_memory(float(always[0, s]), parts[0, s], is_whole=is_whole)
+            approximate_stage_memory(float(always[0, s]), allocation_bytes[0, s], is_whole=is_whole)
             for s in range(evaluator.num_stages)
         ),
         is_whole=(is_whole,) * evaluator.num_stages,
         limits_bytes=evaluator.case.limits_bytes[: evaluator.num_devices],
-        own_us=tuple(own[0].tolist()),
+        between_steps_us=tuple(own[0].tolist()),
     )

@@ -8,7 +8,7 @@ a search is skipped if its answer is already known.
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from planner.core.cost.width import WidthTables, tensor_parallel_widths
+from planner.core.cost.width import CostTablesByWidth, tensor_parallel_widths
 from planner.core.cost.workload import SampleWork, training_run, workload_of
 from planner.core.errors import InfeasibleError, SolverError
 from planner.core.values.plan import Plan, memory_limit_of_device
@@ -46,7 +46,7 @@ def sweep_of(
         UsageError: The request contradicts itself or the profile.
     """
     counts, limits = sorted(set(devices)), sorted(set(memory_bytes))
-    tables = WidthTables(profile)
+    tables = CostTablesByWidth(profile)
     answers: dict[tuple[int, int], _Answer] = {}
     for count in reversed(counts):
         for limit in reversed(limits):
@@ -100,7 +100,7 @@ def _answer_of_larger(
     return None
 
 
-def _solved(profile: Profile, request: Request, tables: WidthTables) -> _Answer:
+def _solved(profile: Profile, request: Request, tables: CostTablesByWidth) -> _Answer:
     try:
         return solve(profile, request, tables=tables)
     except (InfeasibleError, SolverError) as error:

@@ -13,16 +13,16 @@ from planner.core.cost.arrays import BoolArray, FloatArray, IntArray
 from planner.core.cost.device_memory import (
     ChunkMemoryFunction,
     SharedBytes,
+    allocation_bytes_of_stages,
     chunk_memory_function,
-    counts_with_permanent_bytes,
     device_peaks,
     device_peaks_by_choice,
-    part_bytes_of_stages,
     shared_bytes,
+    stack_device_counts,
     subtract_shared,
 )
 from planner.core.cost.layer_memory import SavedAndPeaks, most_bytes_freed, saved_and_peaks_without_recomputation
-from planner.core.cost.peak_points import PARTS, RUNNING, part_counts_at_points, peak_allocation_counts
+from planner.core.cost.peak_points import ALLOCATIONS, RUNNING, allocation_counts_at_points, peak_allocation_counts
 from planner.core.cost.simulate import makespans
 from planner.core.cost.stage_time import (
     CHOICES,
@@ -31,7 +31,7 @@ from planner.core.cost.stage_time import (
     optimizer_delay_us,
     optimizer_slack_us,
 )
-from planner.core.cost.stages import StageTable, stage_table, with_recomputed_layers
+from planner.core.cost.stages import StageMemoryTable, stage_memory_table, with_recomputed_layers
 from planner.core.errors import UsageError
 from planner.core.schedule import Action, Schedule
 from planner.core.values.placement import device_of, stages_on
@@ -115,7 +115,7 @@ class Evaluator:
         other.case = replace(self.case, schedule=schedule)
         for known in ("actions", "peak_counts", "_counts"):
             vars(other).pop(known, None)
-        vars(other)["parts"] = self.parts
+        vars(other)["stage_allocation_bytes"] = self.stage_allocation_bytes
         return other
 
     def durations(
@@ -143,8 +143,8 @@ class Evaluator:
         times = {**busy._asdict(), "send_us": crossing}
         if self.case.schedule.splits_backward:
             times |= self._split_backward_times(busy, cuts)._asdict()
-            sums = self.case.sums.replica_sums_us(cuts[:, :-1], cuts[:, 1:]) if self.case.replicas > 1 else None
-            return makespans(self.actions, times, blocking=self.blocking, own_us=own, sums_us=sums)
+            sums = self.case.sums.gradient_allreduce_us(cuts[:, :-1], cuts[:, 1:]) if self.case.replicas > 1 else None
+            return makespans(self.actions, times, blocking=self.blocking, between_steps_us=own, sums_us=sums)
         pipeline = makespans(self.actions, times, blocking=self.blocking)
         # The drain and fill of later stages hide the optimizer step of a device.
         return pipeline + optimizer_delay_us(own, optimizer_slack_us(busy, crossing)[:, : self.num_devices])
@@ -174,10 +174,10 @@ class Evaluator:
         stages, inside = self._bytes_of_stages(cuts[None], choices[None])
         if self._fit_in_any_order(stages, inside):
             return True
-        always, parts = stages[0, :, 0], stages[0, :, 1:]
-        each = zip(self.stages, part_counts_at_points(actions), self.case.limits_bytes, strict=False)
+        always, allocation_bytes = stages[0, :, 0], stages[0, :, 1:]
+        each = zip(self.stages, allocation_counts_at_points(actions), self.case.limits_bytes, strict=False)
         return bool(inside.all()) and all(
-            always[own].sum() + (counts.reshape(len(counts), -1) @ parts[own].ravel()).max() <= limit
+            always[own].sum() + (counts.reshape(len(counts), -1) @ allocation_bytes[own].ravel()).max() <= limit
             for own, counts, limit in each
         )
 
@@ -209,9 +209,9 @@ class Evaluator:
         """Return the memory of each stage of each partition.
 
         Returns:
-            Permanent bytes, shape (partitions, stages); bytes of each kind of allocation (`PARTS`), shape (partitions,
-            stages, kinds); and False for stages with more than `width` layers or a choice outside of `CHOICES`, whose
-            bytes are invalid.
+            Permanent bytes, shape (partitions, stages); bytes of each kind of allocation (`ALLOCATIONS`), shape
+            (partitions, stages, kinds); and False for stages with more than `width` layers or a choice outside of
+            `CHOICES`, whose bytes are invalid.
         """
         stages, inside = self._bytes_of_stages(cuts, choices)
         return stages[..., 0], stages[..., 1:], inside
@@ -228,22 +228,24 @@ class Evaluator:
         column = first - end + self.width
         inside = (column >= 0) & (choices >= 0)
         # A stage that is not in the tables counts as one layer here; callers ignore its memory.
-        stages = self.parts[np.where(inside, choices, self.allowed[0]), end, np.where(inside, column, self.width - 1)]
+        stages = self.stage_allocation_bytes[
+            np.where(inside, choices, self.allowed[0]), end, np.where(inside, column, self.width - 1)
+        ]
         if self.case.costs.ties or self.case.schedule.placement == "v" or self.num_devices == 1:
             # A device stores parameters that its chunks share once, and also a tensor that one chunk passes to another.
             shared = shared_bytes(self.case.costs, cuts, self.num_devices, self.case.schedule.placement)
             shared = SharedBytes(*(size[rows, which] for size in shared))
             some = np.flatnonzero(np.any(shared, axis=(0, 1)))
             less = SharedBytes(*(size[:, some] for size in shared))
-            always, parts = stages[..., some, 0], stages[..., some, 1:]
-            always, parts = subtract_shared(always, parts, less, exact=self.case.costs.exact)
-            stages[..., some, 0], stages[..., some, 1:] = always, parts
+            always, allocation_bytes = stages[..., some, 0], stages[..., some, 1:]
+            always, allocation_bytes = subtract_shared(always, allocation_bytes, less, exact=self.case.costs.exact)
+            stages[..., some, 0], stages[..., some, 1:] = always, allocation_bytes
         return stages, inside
 
     def _fit_in_any_order(self, stages: FloatArray, inside: BoolArray) -> bool:
         # Return True if all partitions fit, even if all micro-batches were in flight on every stage. This check is much
         # faster than counting allocations at every point in the step.
-        most = [1 if part in RUNNING else max(2, self.case.micro_batches) for part in PARTS]
+        most = [1 if name in RUNNING else max(2, self.case.micro_batches) for name in ALLOCATIONS]
         most_bytes = (stages @ np.array([1.0, *most]))[:, self.stages].sum(axis=2)
         return bool(inside.all() and (most_bytes <= self.case.limits_bytes[: self.num_devices]).all())
 
@@ -252,14 +254,14 @@ class Evaluator:
 
         The result has shape (recompute choices, layers + 1, w), where w is the largest number of layers of a stage.
         Entry [choice, end, w - n] is for the stage of the n layers before layer `end`; it is infinite if n > end.
-        `counts` has the number of allocations of each kind (`PARTS`) at this point.
+        `counts` has the number of allocations of each kind (`ALLOCATIONS`) at this point.
         """
-        return _sum_parts(self.parts, counts)
+        return _sum_allocations(self.stage_allocation_bytes, counts)
 
     def memory_bounds_by_layers(self, counts: FloatArray) -> tuple[FloatArray, FloatArray]:
         """Return lower bounds of the memory of stages that recompute some of their layers, at one point in the step.
 
-        `counts` has the number of allocations of each kind (`PARTS`) at this point.
+        `counts` has the number of allocations of each kind (`ALLOCATIONS`) at this point.
 
         Returns:
             Bytes of every stage without recomputation, as entries [end, width - n] for the n layers before layer `end`;
@@ -269,7 +271,7 @@ class Evaluator:
         runs = bool((every.peak[counts > 0] >= 0).any())
         # While a layer runs, memory saved by other layers adds to its peak: saving a byte less also lowers the peak.
         times = float(counts @ every.saved) + runs * costs.exact
-        return _sum_parts(self._parts_by_layers, counts), times * most_bytes_freed(costs)[0]
+        return _sum_allocations(self._allocation_bytes_by_layers, counts), times * most_bytes_freed(costs)[0]
 
     def _times(
         self, cuts: IntArray, choices: IntArray, layers_us: FloatArray | None = None
@@ -277,7 +279,7 @@ class Evaluator:
         sums, first, end = self.case.sums, cuts[:, :-1], cuts[:, 1:]
         recompute_us = 0.0 if layers_us is None else layers_us
         busy = sums.busy_times(first, end, choices, speed=self.speeds, layers_us=recompute_us)
-        own = sums.own_us(first, end, self.speeds)[:, self.stages].sum(axis=2)
+        own = sums.between_steps_us(first, end, self.speeds)[:, self.stages].sum(axis=2)
         return busy, self.transfer_us[np.arange(self.num_stages), end], own
 
     def _split_backward_times(self, busy: StageBusyTimes, cuts: IntArray) -> SplitBackwardTimes:
@@ -287,48 +289,51 @@ class Evaluator:
     def peak_counts(self) -> list[FloatArray]:
         """For each device, numbers of allocations at the points in the step where its memory may peak.
 
-        Each array has the shape (points, stages per device, kinds of allocations in `PARTS`).
+        Each array has the shape (points, stages per device, kinds of allocations in `ALLOCATIONS`).
         """
         return [counts.astype(np.float64) for counts in peak_allocation_counts(self.actions)]
 
     @cached_property
     def _counts(self) -> FloatArray:
-        return counts_with_permanent_bytes(self.peak_counts)
+        return stack_device_counts(self.peak_counts)
 
     @cached_property
-    def parts(self) -> FloatArray:
+    def stage_allocation_bytes(self) -> FloatArray:
         """Bytes of every possible stage, shape (choices, layers + 1, width, 1 + kinds of allocations).
 
         Entry [choice, end, width - n] is for the stage of the n layers before layer `end`. It has the permanent bytes,
-        then those of one allocation of each kind (`PARTS`).
+        then those of one allocation of each kind (`ALLOCATIONS`).
         """
-        parts = np.zeros((len(CHOICES), self.case.costs.num_layers + 1, self.width, 1 + len(PARTS)))
-        parts[self.allowed] = np.inf
+        allocation_bytes = np.zeros((len(CHOICES), self.case.costs.num_layers + 1, self.width, 1 + len(ALLOCATIONS)))
+        allocation_bytes[self.allowed] = np.inf
 
         def block(firsts: IntArray, stop: int) -> list[FloatArray]:
             stages = self._stages_in(firsts, stop)
-            return [table for choice in self.allowed for table in part_bytes_of_stages(stages, CHOICES[choice])]
+            return [table for choice in self.allowed for table in allocation_bytes_of_stages(stages, CHOICES[choice])]
 
-        fill_stage_tables([table for choice in self.allowed for table in np.moveaxis(parts[choice], -1, 0)], block)
-        return parts
+        fill_stage_tables(
+            [table for choice in self.allowed for table in np.moveaxis(allocation_bytes[choice], -1, 0)], block
+        )
+        return allocation_bytes
 
     @cached_property
-    def _parts_by_layers(self) -> FloatArray:
-        # As `parts`, for the recompute choice `layers` without any recomputed layer; the axis of choices is missing.
-        parts = np.full((self.case.costs.num_layers + 1, self.width, 1 + len(PARTS)), np.inf)
+    def _allocation_bytes_by_layers(self) -> FloatArray:
+        # As `stage_allocation_bytes`, for the recompute choice `layers` without any recomputed layer; the axis of
+        # choices is missing.
+        allocation_bytes = np.full((self.case.costs.num_layers + 1, self.width, 1 + len(ALLOCATIONS)), np.inf)
 
         def block(firsts: IntArray, stop: int) -> list[FloatArray]:
             saved, levels = saved_and_peaks_without_recomputation(self.case.costs, firsts, slice(int(firsts[0]), stop))
             stages = with_recomputed_layers(self._stages_in(firsts, stop), SavedAndPeaks(saved, *levels))
-            return list(part_bytes_of_stages(stages, "layers"))
+            return list(allocation_bytes_of_stages(stages, "layers"))
 
-        fill_stage_tables(list(np.moveaxis(parts, -1, 0)), block)
-        return parts
+        fill_stage_tables(list(np.moveaxis(allocation_bytes, -1, 0)), block)
+        return allocation_bytes
 
-    def _stages_in(self, firsts: IntArray, stop: int) -> StageTable:
+    def _stages_in(self, firsts: IntArray, stop: int) -> StageMemoryTable:
         case, layers = self.case, slice(int(firsts[0]), stop)
         splits = case.schedule.splits_backward
-        return stage_table(case.costs, firsts, layers, micro_batches=case.micro_batches, splits_backward=splits)
+        return stage_memory_table(case.costs, firsts, layers, micro_batches=case.micro_batches, splits_backward=splits)
 
     @cached_property
     def _any_by_layers(self) -> ChunkMemoryFunction:
@@ -343,9 +348,9 @@ class Evaluator:
         )
 
 
-def _sum_parts(parts: FloatArray, counts: FloatArray) -> FloatArray:
+def _sum_allocations(allocation_bytes: FloatArray, counts: FloatArray) -> FloatArray:
     with np.errstate(invalid="ignore"):
-        held = parts[..., 0] + parts[..., 1:] @ counts
+        held = allocation_bytes[..., 0] + allocation_bytes[..., 1:] @ counts
     known: FloatArray = np.where(np.isnan(held), np.inf, held)
     return known
 

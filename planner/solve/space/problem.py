@@ -34,7 +34,7 @@ class StageTimeArrays(NamedTuple):
     """Time of the next stage's optimizer step that overlaps with work of this stage."""
     link: FloatArray
     """Time on the link to the next stage, shape (rows, 1)."""
-    own_us: FloatArray
+    between_steps_us: FloatArray
     """Time of the stage's all-reduce and optimizer step, U."""
     sent_bytes: FloatArray
     """Bytes sent to the next stage, shape (rows, 1)."""
@@ -216,7 +216,7 @@ class ChainProblem:
             last_backward=busy.last_backward_us + receive_back,
             slack_us=optimizer_slack_us(busy, behind.transfer_us[end]),
             link=link,
-            own_us=self.sums.own_us(first, end, table.speed),
+            between_steps_us=self.sums.between_steps_us(first, end, table.speed),
             sent_bytes=self.sums.crossing_bytes[end],
             peak_bytes=np.zeros(end.shape) if table.bytes is None else table.bytes[ends],
         )

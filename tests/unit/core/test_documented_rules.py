@@ -8,7 +8,7 @@ from planner.core.cost.costs import costs_at
 from planner.core.cost.device_memory import chunk_memory
 from planner.core.cost.evaluate import Evaluation
 from planner.core.cost.partition import Partition
-from planner.core.cost.peak_points import PARTS
+from planner.core.cost.peak_points import ALLOCATIONS
 from planner.core.schedule import SCHEDULES
 from planner.core.values.cluster import Cluster, Link
 from planner.core.values.plan import Recompute
@@ -25,7 +25,7 @@ def held_bytes(held: int | None, recompute: Recompute) -> int:
     passes = {"backward_us": 4.0, "backward_input_us": (2.0,), "backward_weight_us": (2.0,), "forward_us": 2.0}
     layers = [layer(str(n), output_bytes=10, saved_bytes=100, **passes, **more) for n in range(4)]
     memory = chunk_memory(costs_at(chain(*layers), 1), 1, 3, micro_batches=4, recompute=recompute, splits_backward=True)
-    return int(memory.parts[PARTS.index("input_backward")])
+    return int(memory.allocation_bytes[ALLOCATIONS.index("input_backward")])
 
 
 @pytest.mark.parametrize(("recompute", "waiting"), [("never", 10 + 200), ("always", 10 + 10)])
@@ -79,7 +79,7 @@ def test_every_chunk_pays_the_latency_of_the_allreduce(chunks: int) -> None:
         replicas=2,
     )
     ring = Cluster(memory_bytes=UNLIMITED, allreduce=Link(latency_us=7.0, bytes_per_s=1e6))
-    sums_us = Evaluation(costs_at(chain(*layers), 1), cuts, ring).replica_sums_us
+    sums_us = Evaluation(costs_at(chain(*layers), 1), cuts, ring).gradient_allreduce_us
     assert list(sums_us) == [2 * (7 + 12 / chunks / 2)] * 2 * chunks
     assert sum(sums_us[:chunks]) == pytest.approx(2 * 7 * chunks + 12)
 

@@ -265,7 +265,7 @@ def test_replicas_sum_gradients_of_a_chunk_after_its_last_weight_gradient(name, 
     )
     cluster = Cluster(memory_bytes=(10**9,) * 4, allreduce=Link(latency_us=allreduce_us, bytes_per_s=1e9))
     evaluation = Evaluation(costs, partition, cluster)
-    times, sums_us = evaluation.stage_times, evaluation.replica_sums_us
+    times, sums_us = evaluation.stage_times, evaluation.gradient_allreduce_us
     optimizers_us = [float(costs.optimizer_us[first:end].sum()) for first, end in partition.intervals()]
     periods, all_us = [], []
     for device in range(2):
@@ -282,5 +282,5 @@ def test_replicas_sum_gradients_of_a_chunk_after_its_last_weight_gradient(name, 
         for name in (field.name for field in dataclasses.fields(StageTimes))
         if name not in {"recompute_us", "last_recompute_us", "blocking"}
     }
-    many_us = makespans(partition.actions(), arrays, own_us=np.array([all_us]), sums_us=np.array([sums_us]))
+    many_us = makespans(partition.actions(), arrays, between_steps_us=np.array([all_us]), sums_us=np.array([sums_us]))
     assert many_us == pytest.approx([max(periods)], rel=1e-9)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.costs import costs_at
 from planner.core.cost.memory import peak_bytes_of_stages, stage_memory
-from planner.core.cost.stages import stage_table
+from planner.core.cost.stages import stage_memory_table
 from planner.core.values.plan import Recompute, StageMemory
 from planner.core.values.profile import BoundaryTensor
 from tests.support.chains import chain, layer, random_profile, record, tensor
@@ -290,8 +290,8 @@ def test_recomputation_can_increase_the_peak() -> None:
     """With one micro-batch, the output is held while the activations are recomputed."""
     peaks = {"forward": 60, "no_grad": 40, "first_backward": 90, "backward": 90}
     keeps_output = record(given=[tensor(8)], made=[tensor(30, kept=True)], **peaks)
-    costs_from_records = costs_at(chain(*(layer(str(n), detail=keeps_output) for n in range(3))), 1)
-    for costs, end in ((additive(), 3), (costs_from_records, 2)):
+    costs_from_details = costs_at(chain(*(layer(str(n), detail=keeps_output) for n in range(3))), 1)
+    for costs, end in ((additive(), 3), (costs_from_details, 2)):
         assert memory_of(costs, 1, end, m=1, recompute="always").total > memory_of(costs, 1, end, m=1).total
     assert memory_of(additive(), 1, 3, m=4, recompute="always").total < memory_of(additive(), 1, 3, m=4).total
 
@@ -380,7 +380,7 @@ def two_tensors(*, made: BoundaryTensor, given: BoundaryTensor) -> ChainCosts:
 @pytest.mark.parametrize(("stage", "gradients"), [((0, 1), 1), ((1, 2), 2), ((2, 4), 1), ((0, 4), 0)])
 def test_masks_have_no_gradients(stage: tuple[int, int], gradients: int, recompute: Recompute) -> None:
     carrying, mask = (
-        stage_table(two_tensors(made=size, given=size), np.array([stage[0]]), slice(*stage), micro_batches=4)
+        stage_memory_table(two_tensors(made=size, given=size), np.array([stage[0]]), slice(*stage), micro_batches=4)
         for size in (tensor(100), tensor(100, carries=False))
     )
     less = [(one.output_gradient + one.input_gradient)[0, -1].item() for one in (carrying, mask)]
@@ -391,7 +391,7 @@ def test_masks_have_no_gradients(stage: tuple[int, int], gradients: int, recompu
 def test_received_view_does_not_hold_the_whole_storage() -> None:
     """Torch's `mse_loss` returns a view of the storage of all errors, which only its own stage holds."""
     whole, view = (two_tensors(made=tensor(100), given=tensor(size)) for size in (100, 4))
-    stages = [stage_table(costs, np.array([0, 1]), slice(0, 4), micro_batches=4) for costs in (whole, view)]
+    stages = [stage_memory_table(costs, np.array([0, 1]), slice(0, 4), micro_batches=4) for costs in (whole, view)]
     assert [one.output[0, 0].item() for one in stages] == [116, 116]
     crossing = [(one.input[1, 0], one.input_gradient[1, 0], one.output_gradient[0, 0]) for one in stages]
     assert crossing == [(116, 116, 116), (20, 20, 20)]
@@ -482,7 +482,7 @@ def test_memory_grows_with_micro_batches_in_flight(*, is_exact: bool) -> None:
 @pytest.mark.parametrize("is_exact", [False, True])
 def test_state_of_a_stage_grows_with_its_layers(*, is_exact: bool) -> None:
     costs = costs_at(random_profile(23, 7, exact=is_exact), 1)
-    stages = stage_table(costs, np.arange(7), slice(0, 7), micro_batches=2)
+    stages = stage_memory_table(costs, np.arange(7), slice(0, 7), micro_batches=2)
     for name in ("parameters", "optimizer", "buffers"):
         item = stages.always[name]
         for first in range(7):

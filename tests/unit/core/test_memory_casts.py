@@ -8,7 +8,7 @@ from planner.core.cost.chain_costs import ChainCosts, TiedParameters
 from planner.core.cost.costs import costs_at
 from planner.core.cost.device_memory import chunk_memory
 from planner.core.cost.memory import stage_memory
-from planner.core.cost.peak_points import PARTS
+from planner.core.cost.peak_points import ALLOCATIONS
 from planner.core.values.plan import Recompute, StageMemory
 from tests.support.chains import chain, even_chain, layer
 from tests.support.peak_points import peak_points_with
@@ -57,7 +57,7 @@ def test_micro_batches_share_the_weight_cache() -> None:
 
 def test_chunk_holds_its_weight_cache_until_the_device_leaves_autocast() -> None:
     chunk = chunk_memory(costs_of(), 0, 2, micro_batches=4, recompute="never")
-    assert chunk.parts[PARTS.index("casts")] == 12
+    assert chunk.allocation_bytes[ALLOCATIONS.index("casts")] == 12
     assert chunk.always.casts == 0
 
 
@@ -67,8 +67,13 @@ def test_tied_cached_weight_counts_once(shared: int) -> None:
     second = layer("b", parameter_bytes=30, cast_bytes=15, tied=("a.weight",) if shared else (), tied_bytes=shared)
     embedding = replace(first, cast_bytes=0)
     both, one = (costs_at(chain(other, second), 1) for other in (first, embedding))
-    assert chunk_memory(both, 0, 2, micro_batches=2, recompute="never").parts[PARTS.index("casts")] == 26 - shared // 2
-    assert chunk_memory(one, 0, 2, micro_batches=2, recompute="never").parts[PARTS.index("casts")] == 15
+    assert (
+        chunk_memory(both, 0, 2, micro_batches=2, recompute="never").allocation_bytes[ALLOCATIONS.index("casts")]
+        == 26 - shared // 2
+    )
+    assert (
+        chunk_memory(one, 0, 2, micro_batches=2, recompute="never").allocation_bytes[ALLOCATIONS.index("casts")] == 15
+    )
 
 
 @pytest.mark.parametrize("recompute", ["never", "always", "layers"])

@@ -6,10 +6,16 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from planner.core.cost.allocations import stage_memory_by_allocation
 from planner.core.cost.costs import costs_at
-from planner.core.cost.memory import single_stage_table, stage_memory
-from planner.core.cost.parts import stage_memory_parts
-from planner.core.cost.peak_points import PARTS, PartName, PartsAtPoint, peak_allocation_counts, stage_peak_points
+from planner.core.cost.memory import single_stage_memory_table, stage_memory
+from planner.core.cost.peak_points import (
+    ALLOCATIONS,
+    AllocationName,
+    AllocationsAtPoint,
+    peak_allocation_counts,
+    stage_peak_points,
+)
 from planner.core.schedule import GPIPE, ONE_FORWARD_ONE_BACKWARD
 from planner.core.values.plan import Recompute
 from tests.support.chains import chain, layer, random_profile, record, tensor
@@ -20,17 +26,19 @@ CHOICES: tuple[Recompute, ...] = ("never", "except-last", "always")
 # ---- counts
 
 
-def sizes_of(seed: int, *, stage: int, num_stages: int, last_differs: bool) -> dict[PartName, int]:
+def sizes_of(seed: int, *, stage: int, num_stages: int, last_differs: bool) -> dict[AllocationName, int]:
     """Return random bytes of every part that respect the relations between parts."""
     draw = np.random.default_rng(seed)
-    sizes: dict[PartName, int] = dict(zip(PARTS, draw.integers(0, 1000, len(PARTS)).tolist(), strict=True))
+    sizes: dict[AllocationName, int] = dict(
+        zip(ALLOCATIONS, draw.integers(0, 1000, len(ALLOCATIONS)).tolist(), strict=True)
+    )
     sizes |= {"input": sizes["input"] * (stage > 0), "input_gradient": sizes["input_gradient"] * (stage > 0)}
     sizes |= {"output_gradient": sizes["output_gradient"] * (stage < num_stages - 1)}
     # Whatever waits holds the input, which is as large as its gradient.
     sizes |= {"held": sizes["held"] + sizes["input"], "kept": sizes["kept"] + sizes["input"]}
     sizes |= {"input_gradient": min(sizes["input"], sizes["input_gradient"])}
     if not last_differs:
-        alike: dict[PartName, PartName] = {
+        alike: dict[AllocationName, AllocationName] = {
             "kept": "held",
             "last_forward": "forward",
             "last_backward": "backward",
@@ -39,7 +47,7 @@ def sizes_of(seed: int, *, stage: int, num_stages: int, last_differs: bool) -> d
     return sizes
 
 
-def bytes_at(point: PartsAtPoint, sizes: dict[PartName, int]) -> int:
+def bytes_at(point: AllocationsAtPoint, sizes: dict[AllocationName, int]) -> int:
     return sum(count * sizes[part] for part, count in point)
 
 
@@ -55,7 +63,7 @@ def test_closed_forms_have_the_peak_of_the_whole_action_order(schedule, num_stag
         for seed in range(40):
             sizes = sizes_of(seed, stage=k, num_stages=num_stages, last_differs=last_differs)
             closed = [bytes_at(point, sizes) for point in (points.apart if last_differs else points.alike)]
-            assert max(closed) == (walk[:, 0] @ [sizes[part] for part in PARTS]).max()
+            assert max(closed) == (walk[:, 0] @ [sizes[part] for part in ALLOCATIONS]).max()
 
 
 def test_number_of_peak_points_does_not_grow_with_micro_batches() -> None:
@@ -88,17 +96,20 @@ def test_1f1b_with_as_many_micro_batches_as_stages_by_hand() -> None:
 
 @pytest.mark.parametrize("recompute", CHOICES)
 def test_sizes_of_parts_by_hand(recompute: Recompute) -> None:
-    """The table is in `planner.core.cost.parts`; the stage copies its input D and writes state J."""
+    """The table is in `planner.core.cost.allocations`; the stage copies its input D and writes state J."""
     levels = {"forward": 200, "no_grad": 150, "first_backward": 300, "backward": 250}
     levels |= {"end_first": 300 + 30, "end_backward": 250 + 30}  # with the gradient of the output
     detail = record(internal=10, given=[tensor(100)], made=[tensor(30)], writes_input=True, **levels)
     layers = [layer("a", detail=record(given=[tensor(8)], made=[tensor(100)]))]
     layers += [layer("b", parameter_bytes=50, rewritten_bytes=9, detail=detail)]
     layers += [layer("c", detail=record(given=[tensor(30)], made=[tensor(4)]))]
-    stages, _ = single_stage_table(
+    stages, _ = single_stage_memory_table(
         costs_at(chain(*layers), 1), 1, 2, micro_batches=3, recompute=recompute, recomputed=()
     )
-    found = {name: size.total[0, -1] for name, size in stage_memory_parts(stages, recompute, in_flight=3).sizes.items()}
+    found = {
+        name: size.total[0, -1]
+        for name, size in stage_memory_by_allocation(stages, recompute, in_flight=3).sizes.items()
+    }
     i, o, s, j, d = 100, 30, stages.saved[0, -1], 9, 100
     kept = {"held": i + s, "forward": i + d + 200, "first_backward": i + d + 300 + o, "backward": i + d + 250 + o}
     again = 200 + j

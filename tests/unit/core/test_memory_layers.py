@@ -10,7 +10,7 @@ import pytest
 from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.costs import costs_at
 from planner.core.cost.device_memory import chunk_memory, chunk_memory_function
-from planner.core.cost.layer_memory import StageLayers, most_bytes_freed, saved_and_peaks_without_recomputation
+from planner.core.cost.layer_memory import StageLayerMemory, most_bytes_freed, saved_and_peaks_without_recomputation
 from planner.core.cost.memory import peak_bytes_of_stages, stage_memory, stage_memory_functions
 from planner.core.values.plan import StageMemory
 from tests.support.chains import chain, layer, random_profile, record, tensor
@@ -119,7 +119,7 @@ def activations(*, keeps_output: bool) -> ChainCosts:
 )
 def test_input_of_a_recomputed_layer_is_held(*, keeps_output: bool, recomputed: tuple[int, ...], saved: int) -> None:
     costs = activations(keeps_output=keeps_output)
-    assert StageLayers.of(costs, 0, 3).saved_and_peaks(recomputed).saved == saved
+    assert StageLayerMemory.of(costs, 0, 3).saved_and_peaks(recomputed).saved == saved
     more = memory_of(costs, 0, 3, recomputed, m=9).total - memory_of(costs, 0, 3, recomputed, m=8).total
     assert more == saved + 10  # and the input of one micro-batch
 
@@ -134,7 +134,7 @@ def test_relayed_tensor_of_recomputed_layers_is_held_once(recomputed: tuple[int,
         layer("2", detail=record(given=[tensor(100)], made=[tensor(50)])),
         layer("3", detail=record(given=[tensor(50)], made=[tensor(4)])),
     ]
-    assert StageLayers.of(costs_at(chain(*layers), 1), 0, 4).saved_and_peaks(recomputed).saved == saved + 4
+    assert StageLayerMemory.of(costs_at(chain(*layers), 1), 0, 4).saved_and_peaks(recomputed).saved == saved + 4
 
 
 def in_place() -> ChainCosts:
@@ -157,7 +157,7 @@ def in_place() -> ChainCosts:
 )
 def test_recomputed_layer_saves_a_copy_of_an_input_that_is_written(first, recomputed, saved):
     """At the start of a stage, the received tensor is the saved one."""
-    assert StageLayers.of(in_place(), first, 4).saved_and_peaks(recomputed).saved == saved + 4
+    assert StageLayerMemory.of(in_place(), first, 4).saved_and_peaks(recomputed).saved == saved + 4
 
 
 def additive() -> ChainCosts:
@@ -233,7 +233,7 @@ def test_stage_memory_functions_equal_the_memory_model(*, is_exact: bool) -> Non
         for row, first in enumerate(firsts.tolist()):
             for end in range(first + 1, 7):
                 recomputed = [n for n in range(first, end) if rng.random() < 0.5]
-                saved, *levels = StageLayers.of(costs, first, end).saved_and_peaks(recomputed)
+                saved, *levels = StageLayerMemory.of(costs, first, end).saved_and_peaks(recomputed)
                 totals = [
                     float(function.fixed[row, end - 1])
                     + function.weight * saved
@@ -255,7 +255,7 @@ def test_least_levels_are_at_most_those_of_any_choice(*, is_exact: bool) -> None
         saved, levels = saved_and_peaks_without_recomputation(costs, firsts, slice(1, 5))
         for row, first in enumerate(firsts.tolist()):
             for end in range(first + 1, 6):
-                stage = StageLayers.of(costs, first, end)
+                stage = StageLayerMemory.of(costs, first, end)
                 assert stage.saved_and_peaks(()).saved == saved[row, end - 2]
                 assert stage.saved_and_peaks(()).backward == levels.backward[row, end - 2]
                 for count in range(end - first + 1):
@@ -280,7 +280,7 @@ def test_memory_of_a_chunk_as_function_of_recomputed_layers(*, is_exact: bool, s
         costs = costs_at(random_profile(seed, 6, exact=is_exact, sizes=(1, 4)), 2).of_replicas(1 + seed % 2)
         first, end = rng.randrange(3), rng.randrange(3, 7)
         chunk = chunk_memory_function(costs, first, end, micro_batches=3, splits_backward=splits_backward)
-        layers = StageLayers.of(costs, first, end)
+        layers = StageLayerMemory.of(costs, first, end)
         for count in range(end - first + 1):
             some = tuple(rng.sample(range(first, end), count))
             alone = chunk_memory(
@@ -288,4 +288,4 @@ def test_memory_of_a_chunk_as_function_of_recomputed_layers(*, is_exact: bool, s
             )
             assert chunk.always == alone.always.total
             saved, *levels = layers.saved_and_peaks(some)
-            assert chunk.parts(saved, np.array([*levels, 0.0])).tolist() == alone.parts.tolist()
+            assert chunk.allocation_bytes(saved, np.array([*levels, 0.0])).tolist() == alone.allocation_bytes.tolist()

@@ -7,8 +7,8 @@ import pytest
 
 from planner.core.cost.costs import CostTable, costs_at
 from planner.core.cost.device_memory import SharedBytes, chunk_memory, shared_bytes
-from planner.core.cost.peak_points import PARTS, part_counts
-from planner.core.cost.stages import SplitBackwardMemory, stage_table
+from planner.core.cost.peak_points import ALLOCATIONS, allocation_counts
+from planner.core.cost.stages import SplitBackwardMemory, stage_memory_table
 from planner.core.schedule import SCHEDULES
 from planner.core.values.profile import BoundaryTensor, Device, LayerProfile, MemoryDetail, Profile, SplitMemory
 
@@ -17,7 +17,7 @@ OUT = 1000
 GRADIENT = 400
 """Bytes of a layer's gradients, all made in W."""
 
-CASTS = PARTS.index("casts")
+CASTS = ALLOCATIONS.index("casts")
 
 
 def layer(number: int, **split: int) -> LayerProfile:
@@ -64,7 +64,7 @@ def profile_of_layers(*layers: LayerProfile) -> Profile:
 def split_backward_of(profile: Profile, first: int, end: int) -> SplitBackwardMemory:
     """Return the split backward of the stage of layers `first` to `end - 1`."""
     columns = slice(first, end)
-    memory = stage_table(
+    memory = stage_memory_table(
         costs_at(profile, 1), np.array([first]), columns, micro_batches=4, splits_backward=True
     ).split_backward
     assert memory is not None
@@ -133,7 +133,7 @@ def test_gradients_of_tied_weights_wait_for_each_other_in_w() -> None:
 def test_weight_cache_counts_twice_with_whole_and_split_backwards() -> None:
     """In DualPipeV, autocast caches weights for whole backwards, and the executor for split ones."""
     for name, copies in (("dualpipev", 2), ("zbv", 1)):
-        for counts in part_counts(SCHEDULES[name].actions(2, 8, 2)):
+        for counts in allocation_counts(SCHEDULES[name].actions(2, 8, 2)):
             assert (counts.during[:, :, CASTS] == copies).all()
 
 
@@ -154,6 +154,6 @@ def test_tensor_passed_between_chunks_of_a_device_is_held_once() -> None:
     chunk = chunk_memory(costs, 2, 3, micro_batches=4, recompute="never", splits_backward=True)
     here = chunk.without(SharedBytes(*(item[:, 2:3] for item in shared)), exact=True)
     for part in ("held", "forward", "input_backward", "last_input_backward"):
-        assert here.parts[PARTS.index(part)] == chunk.parts[PARTS.index(part)] - OUT
+        assert here.allocation_bytes[ALLOCATIONS.index(part)] == chunk.allocation_bytes[ALLOCATIONS.index(part)] - OUT
     for part in ("weight_held", "weight_backward", "input", "output_gradient"):
-        assert here.parts[PARTS.index(part)] == chunk.parts[PARTS.index(part)]
+        assert here.allocation_bytes[ALLOCATIONS.index(part)] == chunk.allocation_bytes[ALLOCATIONS.index(part)]

@@ -15,9 +15,11 @@ from planner.core.values.plan import Recompute
 from tests.support.chains import even_chain, random_profile
 
 
-def tail_of(stages: list[StageTimes], own_us: list[float]) -> float:
-    """Return the tail of the optimizer steps `own_us`."""
-    return float(optimizer_delay_us(np.array(own_us), np.array([optimizer_slack_us(s, s.send_us) for s in stages])))
+def tail_of(stages: list[StageTimes], between_steps_us: list[float]) -> float:
+    """Return the tail of the optimizer steps `between_steps_us`."""
+    return float(
+        optimizer_delay_us(np.array(between_steps_us), np.array([optimizer_slack_us(s, s.send_us) for s in stages]))
+    )
 
 
 def test_optimizer_step_is_hidden_by_drain_and_fill() -> None:
@@ -100,15 +102,15 @@ def test_tables_of_stage_times_equal_partitions() -> None:
         stages = evaluation.stage_times
         for name, values in busy._asdict().items():
             assert values == pytest.approx([getattr(stage, name) for stage in stages])
-        own = sums.own_us(first, end, 1.0)
+        own = sums.between_steps_us(first, end, 1.0)
         assert own == pytest.approx(evaluation.between_steps_us)
         crossing = cluster.link.transfer_us(sums.crossing_bytes[end]) * (end < num_layers)
         tail = optimizer_delay_us(own, np.asarray(optimizer_slack_us(busy, crossing)))
-        assert tail == pytest.approx(evaluation.optimizer_us)
+        assert tail == pytest.approx(evaluation.optimizer_delay_us)
 
 
 def test_stages_without_gradients_have_no_all_reduce() -> None:
     cluster = Cluster(memory_bytes=(10**9,) * 4, allreduce=Link(latency_us=7.0, bytes_per_s=1e6))
     costs = costs_at(even_chain([3, 3, 3], [0, 4, 0]), 1).of_replicas(2)
-    own = ChainSums.of(costs, cluster, 2).own_us(np.array([0, 1, 2]), np.array([1, 2, 3]), 1.0)
+    own = ChainSums.of(costs, cluster, 2).between_steps_us(np.array([0, 1, 2]), np.array([1, 2, 3]), 1.0)
     assert own.tolist() == [0.0, 2 * (7.0 + 2.0), 0.0]

@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from planner.core.cost.peak_points import PARTS, part_counts, peak_allocation_counts
+from planner.core.cost.peak_points import ALLOCATIONS, allocation_counts, peak_allocation_counts
 from planner.core.schedule import INTERLEAVED, Instruction, instruction_lists
 
 Rows = Sequence[Sequence[Instruction]]
@@ -84,8 +84,8 @@ def test_waiting_for_sent_gradients_costs_nothing(devices: int, chunks: int, mic
 
 def test_part_counts_by_hand() -> None:
     """Device 1 with K = 2, V = 2, M = 2 runs F0 F1 F0.1 B0.1 F1.1 B1.1 B0 B1."""
-    counts = part_counts(INTERLEAVED.actions(2, 2, 2))[1]
-    during = {part: counts.during[:, :, n].tolist() for n, part in enumerate(PARTS)}
+    counts = allocation_counts(INTERLEAVED.actions(2, 2, 2))[1]
+    during = {part: counts.during[:, :, n].tolist() for n, part in enumerate(ALLOCATIONS)}
     assert during["held"] == [[0, 0], [1, 0], [1, 0], [1, 0], [1, 0], [1, 0], [0, 0], [0, 0]]
     assert during["forward"] == [[1, 0], [0, 0], [0, 1], [0, 0], [0, 0], [0, 0], [0, 0], [0, 0]]
     assert during["last_forward"] == [[0, 0], [1, 0], [0, 0], [0, 0], [0, 1], [0, 0], [0, 0], [0, 0]]
@@ -104,12 +104,12 @@ def test_part_counts_by_hand() -> None:
 @pytest.mark.parametrize(("devices", "chunks", "micro_batches"), SIZES)
 def test_omitted_points_cannot_be_the_peak(devices: int, chunks: int, micro_batches: int) -> None:
     actions = INTERLEAVED.actions(devices, micro_batches, chunks)
-    both = zip(part_counts(actions), peak_allocation_counts(actions), strict=True)
+    both = zip(allocation_counts(actions), peak_allocation_counts(actions), strict=True)
     for (counts, points), seed in product(both, range(5)):
-        parts = np.random.default_rng(seed).integers(0, 1000, (chunks, len(PARTS)))
-        parts[:, PARTS.index("optimizer_step")] = 0
+        parts = np.random.default_rng(seed).integers(0, 1000, (chunks, len(ALLOCATIONS)))
+        parts[:, ALLOCATIONS.index("optimizer_step")] = 0
         assert len(points) <= 2 * len(counts.during) + chunks
         assert (points * parts).sum(axis=(1, 2)).max() >= (counts.during * parts).sum(axis=(1, 2)).max()
         # All that is held is let go of in the end.
-        left = dict(zip(PARTS, counts.after[-1].sum(axis=0).tolist(), strict=True))
+        left = dict(zip(ALLOCATIONS, counts.after[-1].sum(axis=0).tolist(), strict=True))
         assert [left[part] for part in ("held", "kept", "input", "output_gradient")] == [0, 0, 0, 0]

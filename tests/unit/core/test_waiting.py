@@ -5,10 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from planner.core.cost.allocations import stage_memory_by_allocation
 from planner.core.cost.chain_costs import ChainCosts, TiedParameters
 from planner.core.cost.costs import costs_at
-from planner.core.cost.memory import peak_bytes_of_stages, single_stage_table, stage_memory
-from planner.core.cost.parts import stage_memory_parts
+from planner.core.cost.memory import peak_bytes_of_stages, single_stage_memory_table, stage_memory
 from planner.core.cost.waiting import waiting_gradients, waiting_gradients_in_stage
 from planner.core.values.plan import Recompute
 from tests.support.chains import even_chain
@@ -98,8 +98,10 @@ def test_backward_levels_include_waiting_gradients() -> None:
     """Recomputing no layer gives the same levels."""
 
     def moments(*, tied: bool, recompute: Recompute) -> tuple[float, float]:
-        stages, _ = single_stage_table(costs_of(tied=tied), 0, 6, micro_batches=3, recompute=recompute, recomputed=())
-        parts = stage_memory_parts(stages, recompute, in_flight=3)
+        stages, _ = single_stage_memory_table(
+            costs_of(tied=tied), 0, 6, micro_batches=3, recompute=recompute, recomputed=()
+        )
+        parts = stage_memory_by_allocation(stages, recompute, in_flight=3)
         sums = {
             moment[-1][0]: sum(float(size[0, -1]) for size in parts.at(moment).values())
             for moment in peak_points_with(3).alike

@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from planner.core.values.devices import TORCH_KINDS, training_kind
+from planner.core.values.devices import TORCH_KINDS, training_device_kind
 from planner.device.clock import CpuClock
 from planner.device.kinds import DEVICE_KINDS, accelerator_in_use, kind_of
 from planner.device.meter import CpuMemoryMeter
@@ -57,4 +57,4 @@ def test_a_moment_of_the_host_is_its_clock(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(("profiled", "trained"), [("cpu", "cpu"), ("cuda", "cuda"), ("tpu", "cpu")])
 def test_plans_for_tpus_are_trained_on_the_cpu(profiled: str, trained: str) -> None:
     """In the bundled executor."""
-    assert training_kind(profiled) == trained
+    assert training_device_kind(profiled) == trained

@@ -120,7 +120,7 @@ class Counts(nn.Module):
 @pytest.mark.slow
 def test_every_gradient_buffer_and_cut_is_compared() -> None:
     found = checked(lambda: nn.Sequential(block(), nn.BatchNorm1d(WIDTH), nn.Dropout(0.5), block()))
-    assert (found.proof.layers, found.proof.cuts, found.proof.recomputed, found.warnings) == (6, 5, True, ())
+    assert (found.proof.layers, found.proof.cuts, found.proof.covers_recompute, found.warnings) == (6, 5, True, ())
     assert (found.proof.gradients, found.proof.buffers, found.proof.reason) == (6, 3, "")
     assert found.proof.worst < 1e-6
     assert str(found.proof).startswith(
@@ -131,13 +131,13 @@ def test_every_gradient_buffer_and_cut_is_compared() -> None:
 @pytest.mark.slow
 def test_later_stages_have_parameters_that_scale_earlier_outputs() -> None:
     found = checked(Scaled)
-    assert (found.warnings, found.proof.recomputed) == ((), True)
+    assert (found.warnings, found.proof.covers_recompute) == ((), True)
 
 
 @pytest.mark.slow
 def test_dropout_between_modules_belongs_to_the_previous_layer() -> None:
     found = checked(DropsBetweenBlocks)
-    assert (found.warnings, found.proof.cuts, found.proof.recomputed) == ((), 3, True)
+    assert (found.warnings, found.proof.cuts, found.proof.covers_recompute) == ((), 3, True)
 
 
 @pytest.mark.slow
@@ -186,7 +186,7 @@ def test_models_without_correct_cuts_are_refused() -> None:
 @pytest.mark.slow
 def test_layers_that_differ_when_run_again_are_not_recomputed() -> None:
     found = checked(lambda: nn.Sequential(linear(), Counts(), linear()))
-    assert (found.warnings, found.proof.cuts, found.proof.recomputed) == ((), 2, False)
+    assert (found.warnings, found.proof.cuts, found.proof.covers_recompute) == ((), 2, False)
     assert "differs by" in found.proof.differs_recomputed
 
 
@@ -203,7 +203,7 @@ class TrainsItself(nn.Linear):
 @pytest.mark.slow
 def test_layers_without_gradients_are_recomputed_with_later_layers() -> None:
     found = checked(lambda: nn.Sequential(*(TrainsItself(WIDTH, WIDTH) for _ in range(3)), linear()))
-    assert (found.warnings, found.proof.cuts, found.proof.recomputed) == ((), 3, False)
+    assert (found.warnings, found.proof.cuts, found.proof.covers_recompute) == ((), 3, False)
     assert "differs by" in found.proof.differs_recomputed
 
 
@@ -223,7 +223,7 @@ class Chaotic(nn.Module):
 @pytest.mark.parametrize(("error", "recomputed"), [(3e-8, True), (1e-2, False)])
 def test_other_kernels_without_autograd_are_accepted_up_to_rounding(error: float, *, recomputed: bool) -> None:
     found = checked(lambda: nn.Sequential(nn.Linear(8, 4), Chaotic(error), nn.Linear(4, 4)))
-    assert found.proof.recomputed is recomputed
+    assert found.proof.covers_recompute is recomputed
     assert found.proof.cuts == 2
 
 
@@ -240,7 +240,7 @@ def test_models_that_do_not_train_are_not_compared() -> None:
     found = check_equivalence(
         loaded_model(lambda: nn.Sequential(block(), block()), WIDTH, loss_fn=loss_fn), budget_s=60.0
     )
-    assert (found.proof.cuts, found.proof.recomputed) == (0, False)
+    assert (found.proof.cuts, found.proof.covers_recompute) == (0, False)
     with pytest.raises(ModelError, match="cannot be compared with the model in a plain loop: ValueError: no such"):
         found.raise_if_failed()
 
@@ -345,13 +345,13 @@ def test_optimizers_that_read_all_parameters_are_detected(monkeypatch: pytest.Mo
 @pytest.mark.slow
 def test_draws_of_numpy_and_python_equal_those_of_a_plain_loop() -> None:
     found = checked(lambda: nn.Sequential(NumpyMasked(), NumpyMasked(), linear()))
-    assert (found.warnings, found.proof.cuts, found.proof.recomputed) == ((), 2, True)
+    assert (found.warnings, found.proof.cuts, found.proof.covers_recompute) == ((), 2, True)
 
 
 @pytest.mark.slow
 def test_unseeded_initial_values_are_accepted() -> None:
     found = checked(lambda: nn.Sequential(UnseededUse(unseeded()), linear(), UnseededUse(unseeded())))
-    assert (found.warnings, found.proof.recomputed) == ((), True)
+    assert (found.warnings, found.proof.covers_recompute) == ((), True)
 
 
 @pytest.mark.slow
@@ -382,7 +382,7 @@ def test_a_counter_of_the_model_counts_a_recomputation_once() -> None:
             return value
 
     found = checked(Counting)
-    assert (found.warnings, found.proof.recomputed) == ((), True)
+    assert (found.warnings, found.proof.covers_recompute) == ((), True)
 
 
 @pytest.mark.slow
@@ -417,7 +417,7 @@ def test_a_large_model_is_compared_without_most_of_its_repeated_layers(build, mo
     monkeypatch.setattr(subject, "_MANY_PARAMETERS", 0)
     loaded = loaded_model(build, WIDTH)
     found = check_equivalence(loaded, budget_s=60.0, digests=layer_digests).proof
-    assert (found.uncovered, found.cuts, found.recomputed) == (0, found.layers - 1, True)
+    assert (found.uncovered, found.cuts, found.covers_recompute) == (0, found.layers - 1, True)
     assert 0 < found.gradients < len(list(build().parameters()))
 
 
@@ -483,7 +483,7 @@ def test_a_check_that_does_not_fit_in_memory_is_reported(monkeypatch: pytest.Mon
     assert "the optimizer was not compared" in str(found)
     monkeypatch.setattr(subject, "_MOST_BYTES", 100)
     found = check_equivalence(loaded, budget_s=60.0, digests=layer_digests).proof
-    assert (found.cuts, found.recomputed) == (0, False)
+    assert (found.cuts, found.covers_recompute) == (0, False)
     assert "gradients take" in found.reason
 
 

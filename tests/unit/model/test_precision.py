@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from planner.core.values.precision import PRECISIONS, Precision, precision_of
+from planner.core.values.precision import PRECISIONS, Precision, precision_option_of
 from planner.model import autocast
 from planner.model.autocast import caching_only_with_graph, forward_context, weight_cast_cache
 from planner.model.load import Batch
@@ -27,8 +27,8 @@ def tied_layers() -> nn.Sequential:
 
 def test_precision_of_dtype_names() -> None:
     """`environment.dtype` of a profile without a requested precision gives none."""
-    assert [precision_of(name) for name in PRECISIONS] == list(PRECISIONS)
-    assert precision_of("float32") == precision_of("bfloat16") == precision_of("") == ""
+    assert [precision_option_of(name) for name in PRECISIONS] == list(PRECISIONS)
+    assert precision_option_of("float32") == precision_option_of("bfloat16") == precision_option_of("") == ""
 
 
 def test_conversion_changes_floating_point_tensors_only() -> None:

@@ -18,7 +18,7 @@ from planner.api.solver_request import request_of
 from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.costs import CostTable, costs_at
 from planner.core.cost.memory import stage_memory
-from planner.core.cost.stages import stage_table
+from planner.core.cost.stages import stage_memory_table
 from planner.core.errors import ModelError, UsageError
 from planner.core.values.devices import ACCELERATORS, ASSUMED_RESERVE_BYTES, accelerator, accelerator_with_rates
 from planner.core.values.plan import ProfileReference
@@ -67,7 +67,7 @@ def estimated_blocks() -> Profile:
 
 def split_memory(costs: ChainCosts, first: int, end: int) -> dict[str, float]:
     """Return the memory components of a stage with split backward, by name."""
-    stage = stage_table(
+    stage = stage_memory_table(
         costs, np.array([first]), slice(first, end), micro_batches=3, splits_backward=True
     ).split_backward
     assert stage is not None

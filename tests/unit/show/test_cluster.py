@@ -8,7 +8,7 @@ import pytest
 
 from planner import api, files
 from planner.core.judge.certainty import Certainty, certainty_of
-from planner.core.values.plan import Plan, TrainingRun
+from planner.core.values.plan import Plan, TrainingRunEstimate
 from planner.core.values.profile import Profile
 from planner.show.html.page import plan_html
 from planner.show.terminal.plan import plan_text
@@ -36,7 +36,7 @@ def plan(profile: Profile) -> Plan:
 def test_duration_and_cost_have_the_range_of_the_step(plan: Plan) -> None:
     step_us = plan.predicted.step_us
     known = Certainty(source="", step_us=(step_us, 2 * step_us))
-    run = TrainingRun(gpus=64, steps=10**6, days=25.3, gpu_hours=38_861.0, cost=97_152.0)
+    run = TrainingRunEstimate(gpus=64, steps=10**6, days=25.3, gpu_hours=38_861.0, cost=97_152.0)
     words = training_words(replace(plan, training=run), known)
     assert words == [
         "1T tokens in 25 days (25 to 51)",
@@ -60,7 +60,7 @@ def test_throughput_has_the_inverse_range_of_the_step(plan: Plan) -> None:
 
 @pytest.mark.parametrize(("days", "words"), [(2.0, "2.00 days"), (1.9, "45.6 hours"), (0.01, "864 s")])
 def test_durations_are_in_the_largest_unit_with_at_least_two(days: float, words: str) -> None:
-    run = TrainingRun(gpus=1, steps=1, days=days, gpu_hours=24 * days)
+    run = TrainingRunEstimate(gpus=1, steps=1, days=days, gpu_hours=24 * days)
     length, hours = run_words(run, replace(inputs_of(1, 1), samples=1500))
     assert length == f"1500 samples in {words}"
     assert hours.endswith(" on 1 GPU")

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from planner.core.cost.peak_points import BACKWARDS, FORWARDS, INPUT_BACKWARDS, PARTS
+from planner.core.cost.peak_points import ALLOCATIONS, BACKWARDS, FORWARDS, INPUT_BACKWARDS
 from planner.core.values.plan import Inputs
 from planner.core.values.profile import LayerProfile, Profile
 from planner.solve import Request, solve
@@ -47,16 +47,16 @@ def even_chain(num_layers: int) -> Profile:
 @pytest.mark.parametrize("exact", [False, True])
 def test_stage_holds_at_least_the_saved_bytes_of_its_layers(*, exact: bool) -> None:
     """Waiting micro-batches and running passes are checked, without recomputation."""
-    num, places = 7, [PARTS.index(name) for name in ("held", "kept", *FORWARDS, *BACKWARDS, *INPUT_BACKWARDS)]
+    num, places = 7, [ALLOCATIONS.index(name) for name in ("held", "kept", *FORWARDS, *BACKWARDS, *INPUT_BACKWARDS)]
     for seed in range(20):
         evaluator = Evaluator(case_of(random_profile(seed, num, exact=exact), inputs_of(2, 4)), 2, width=num)
         costs = evaluator.case.costs
         before = np.concatenate([[0.0], np.cumsum(least_saved_bytes(costs))])
         for first in range(num):
             for end in range(first + 1, num + 1):
-                parts = evaluator.parts[0, end, first - end + num][1:]
+                sizes = evaluator.stage_allocation_bytes[0, end, first - end + num][1:]
                 if costs.has_backward[end - 1]:
-                    assert parts[places].min() >= before[end] - before[first]
+                    assert sizes[places].min() >= before[end] - before[first]
 
 
 @pytest.mark.parametrize(("num_layers", "most"), [(4, 2), (5, 3), (9, 5)])

@@ -41,7 +41,7 @@ def test_named_schedules_have_a_higher_bound_than_any_order() -> None:
     plan, solver = plan_with_both_bounds(), plan_with_both_bounds().solver
     assert solver.status == "feasible"
     assert solver.lower_bound_us < solver.named_lower_bound_us <= plan.predicted.step_us
-    assert solver.named_gap(plan.predicted.step_us) < solver.gap
+    assert solver.named_schedule_gap(plan.predicted.step_us) < solver.gap
 
 
 @pytest.mark.slow

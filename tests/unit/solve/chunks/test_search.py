@@ -299,7 +299,7 @@ def test_least_memory_of_per_layer_recomputation_is_at_most_the_memory_of_a_stag
         chunk = chunk_memory(
             costs, first, end, micro_batches=4, recompute="layers", recomputed=some, splits_backward=splits_backward
         )
-        held = chunk.always.total + chunk.parts @ counts
+        held = chunk.always.total + chunk.allocation_bytes @ counts
         assert held >= least[end, first - end + evaluator.width] - saved[some].sum()
 
 

@@ -58,7 +58,7 @@ def problem(
         footprints=(ApproximateStageMemory(always=0.0, held=1.0, between=between, above=0.0),) * len(times),
         is_whole=(False,) * len(times),
         limits_bytes=tuple(limit + 1e-9 for limit in limits),
-        own_us=(0.0,) * devices,
+        between_steps_us=(0.0,) * devices,
     )
 
 
