@@ -91,7 +91,7 @@ def _with_split_backward(*, micro_batches: int) -> Iterator[Way]:
     for devices, (name, schedule), recompute in product((2, 3, 4), SCHEDULES.items(), ("never", "always")):
         chunks = 2 if schedule.is_chunked else 1
         with suppress(UsageError):
-            schedule.refuse(devices, micro_batches, chunks)
+            schedule.check_supported(devices, micro_batches, chunks)
             if schedule.splits_backward:
                 yield Way(devices, name, chunks, recompute)
 

@@ -27,7 +27,7 @@ from planner.core.values.profile import Device, LayerProfile, Profile
 from planner.device.machine import cpu_name
 from planner.solve import Request, solve
 from planner.solve.orders.order_problem import ApproximateStageMemory, OrderProblem
-from planner.solve.orders.order_search import OrderSearch, least_period_us
+from planner.solve.orders.order_search import OrderSearch, estimated_least_period_us
 
 # K, M; F, I, W, T in ms; M_W / M_B; 1F1B, ZB-H1, ZB-H2, ZB-1p, ZB-2p.
 _PUBLISHED: Sequence[tuple[tuple[int, int], tuple[float, ...], float, tuple[float, ...]]] = (
@@ -110,7 +110,7 @@ def _published_row(
         )
         models = [SCHEDULES[n].actions(devices, micro_batches) for n in _NAMED[1:]]
         found = OrderSearch(problem, lambda _: True, models).search(_ACTIONS)
-        bound = 1 - work / least_period_us(problem)
+        bound = 1 - work / estimated_least_period_us(problem)
         cells += [f"{1 - work / found.period_us:.4f} (≥ {bound:.4f})" if found else "-", f"{published[2 + limit]:.4f}"]
     seconds = time.process_time() - started
     three, theirs = (", ".join(f"{x:.4f}" for x in row) for row in (named, published[:3]))

@@ -146,7 +146,7 @@ def _solved(source: ProfileSource, options: SolveOptions, output: str | None) ->
     from planner.api.solver_request import ineffective_options, request_of  # noqa: PLC0415
     from planner.core.cost.costs import CostTable  # noqa: PLC0415
     from planner.solve import solve as solve_plan  # noqa: PLC0415
-    from planner.solve.methods import lacks_bound  # noqa: PLC0415
+    from planner.solve.methods import lacks_highs  # noqa: PLC0415
 
     profile = source.profile
     request = request_of(profile, profile_reference(source, output or NOWHERE), options)
@@ -175,7 +175,7 @@ def _solved(source: ProfileSource, options: SolveOptions, output: str | None) ->
             f"{pluralize(profile.proof.uncovered, 'cut')} of {len(profile.layers) - 1} were not compared with "
             "the unpartitioned model; `gpipe-plan verify` compares the cuts of this plan"
         )
-    if plan.solver.status == "feasible" and lacks_bound(request.schedules):
+    if plan.solver.status == "feasible" and lacks_highs(request.schedules):
         options.note(
             "highspy is not installed; with it the gap may be smaller and the plan faster "
             f"(`{install_command('milp')}`)"
@@ -185,14 +185,14 @@ def _solved(source: ProfileSource, options: SolveOptions, output: str | None) ->
 
 def _with_details(profile: Profile, request: "Request", plan: Plan, options: SolveOptions) -> Plan:
     from planner.solve.questions.insight import frontier_of, insight_of  # noqa: PLC0415 - slow to import
-    from planner.solve.questions.trade_off import memory_trade_off  # noqa: PLC0415
+    from planner.solve.questions.trade_off import figures_by_schedule  # noqa: PLC0415
 
     is_stopped = options.watch.is_stopped
     # `on_plan` of the observer is only for plans of the request itself.
     request = replace(request, watch=SearchObserver(is_stopped=is_stopped))
     if options.frontier and not is_stopped():
         points = frontier_of(profile, request, plan)
-        schedules = memory_trade_off(profile, plan, micro_batches=request.micro_batches, watch=request.watch)
+        schedules = figures_by_schedule(profile, plan, micro_batches=request.micro_batches, watch=request.watch)
         # The last points may not have been searched to the end.
         plan = plan if is_stopped() else replace(plan, frontier=points, schedules=schedules)
     if options.explain and not is_stopped():
@@ -242,12 +242,12 @@ def with_schedule_alternatives(profile: Profile, plan: Plan, options: SolveOptio
     A short search finds these plans. If the field is filled already, `plan` is returned unchanged. The field stays
     empty if there is nothing to compare, for example if the user fixed the schedule.
     """
-    from planner.solve.questions.trade_off import memory_trade_off  # noqa: PLC0415 - imports numpy
+    from planner.solve.questions.trade_off import figures_by_schedule  # noqa: PLC0415 - imports numpy
 
     if plan.schedules:
         return plan
     fixed = None if options.micro_batches == "auto" else plan.micro_batches
-    return replace(plan, schedules=memory_trade_off(profile, plan, micro_batches=fixed, is_short=True))
+    return replace(plan, schedules=figures_by_schedule(profile, plan, micro_batches=fixed, is_short=True))
 
 
 def _files_of(options: SolveOptions) -> tuple[str | None, ...]:

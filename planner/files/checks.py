@@ -137,7 +137,7 @@ def _order_problems(plan: "Plan | Balance") -> Iterator[Problem]:
             return
         if plan.order:
             check_orders(parse_orders(plan.order), plan.micro_batches)
-            schedule.refuse(plan.num_devices, plan.micro_batches, plan.chunks)
+            schedule.check_supported(plan.num_devices, plan.micro_batches, plan.chunks)
         if plan.num_devices > 1 and plan.placement != schedule.placement:
             text = f"is `{plan.placement}`, but the schedule's is `{schedule.placement}`"
             yield ("placement",), text, "remove it, or solve again"

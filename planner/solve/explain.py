@@ -106,7 +106,7 @@ def _too_few_devices(profile: Profile, request: Request) -> InfeasibleError:
     devices = pluralize(groups // max(1, inputs.replicas), "device")
     chunks = (schedule.exact_chunks or max(2, inputs.chunks)) if schedule.is_chunked else 1
     try:
-        schedule.refuse(1, max(micro_batch_counts(profile, request)), chunks)
+        schedule.check_supported(1, max(micro_batch_counts(profile, request)), chunks)
     except UsageError as error:
         return InfeasibleError(error.message, hint=error.hint)  # even one device is too many for the micro-batches
     return InfeasibleError(
@@ -265,17 +265,17 @@ def smallest_limit_bytes(case: Case) -> float:
     static = case.costs.state.always
     guess = max(1.0, float(static.sum()) / case.num_devices, float(static.max(initial=0.0)))
     while True:
-        width = max_stage_layers(case.costs, longest_us=np.inf, limit_bytes=guess)
-        least = _least_excess_bytes(case, width, (-case.cluster.reserve_bytes,) * case.num_devices)
-        # Stages longer than `width` need more than `guess` for their parameters alone.
-        if least - case.cluster.reserve_bytes <= guess or width == case.costs.num_layers:
+        most_layers = max_stage_layers(case.costs, longest_us=np.inf, limit_bytes=guess)
+        least = _least_excess_bytes(case, most_layers, (-case.cluster.reserve_bytes,) * case.num_devices)
+        # Stages longer than `most_layers` need more than `guess` for their parameters alone.
+        if least - case.cluster.reserve_bytes <= guess or most_layers == case.costs.num_layers:
             return least
         guess = least if np.isfinite(least) else 2 * guess
 
 
-def _least_excess_bytes(case: Case, width: int, limits_bytes: Sequence[float]) -> float:
+def _least_excess_bytes(case: Case, most_layers: int, limits_bytes: Sequence[float]) -> float:
     # Return the smallest number for which some cuts exceed no device's limit by more bytes; 0 or less if some cuts fit.
-    # Stages of more than `width` layers are not considered.
+    # Stages of more than `most_layers` layers are not considered.
     least, has_one_table = np.inf, len(set(limits_bytes)) == 1 and case.schedule.is_forwards_first
     # Under 1F1B the memory of a stage depends on the number of later stages. Its limit depends on its own index.
     for count in range(1, case.num_devices + 1):
@@ -283,36 +283,36 @@ def _least_excess_bytes(case: Case, width: int, limits_bytes: Sequence[float]) -
             continue
         best = np.where(np.arange(case.costs.num_layers + 1) == 0, -np.inf, np.inf)
         for position in range(count):
-            need = _least_stage_bytes(case, width, count - 1 - position) - limits_bytes[position]
-            longer = np.maximum(values_at_first_layer(best, width), need).min(axis=1)
+            need = _least_stage_bytes(case, most_layers, count - 1 - position) - limits_bytes[position]
+            longer = np.maximum(values_at_first_layer(best, most_layers), need).min(axis=1)
             best = np.minimum(best, longer) if has_one_table else longer
         least = min(least, float(best[-1]))
     return least
 
 
 def _fits(case: Case) -> bool:
-    width = max_stage_layers(case.costs, longest_us=np.inf, limit_bytes=max(case.limits_bytes))
-    return _least_excess_bytes(case, width, case.limits_bytes) <= 0
+    most_layers = max_stage_layers(case.costs, longest_us=np.inf, limit_bytes=max(case.limits_bytes))
+    return _least_excess_bytes(case, most_layers, case.limits_bytes) <= 0
 
 
-def _least_stage_bytes(case: Case, width: int, num_later: int) -> FloatArray:
-    need = case.memory_table(width, num_later).smallest()
+def _least_stage_bytes(case: Case, most_layers: int, num_later: int) -> FloatArray:
+    need = case.memory_table(most_layers, num_later).smallest()
     ends = np.arange(case.costs.num_layers + 1)[:, None]
-    return np.where(case.rules.forbids(ends + np.arange(-width, 0), ends), np.inf, need)
+    return np.where(case.rules.forbids(ends + np.arange(-most_layers, 0), ends), np.inf, need)
 
 
 def _fewest_devices_of_case(case: Case) -> tuple[int, int] | None:
     # All devices are assumed to have the memory limit of the first one.
     limit = case.limits_bytes[0]
-    width = max_stage_layers(case.costs, longest_us=np.inf, limit_bytes=limit)
+    most_layers = max_stage_layers(case.costs, longest_us=np.inf, limit_bytes=limit)
     most = int(min(_MOST_DEVICES, case.costs.num_layers, case.schedule.most_devices(case.micro_batches)))
     layers = np.arange(case.costs.num_layers + 1)
     behind = layers == case.costs.num_layers
     # Go from the last stage to the first, so that the number of later stages is known (1F1B).
     for count in range(1, most + 1):
-        fits = _least_stage_bytes(case, width, count - 1) <= limit
+        fits = _least_stage_bytes(case, most_layers, count - 1) <= limit
         ends = np.flatnonzero(behind)
-        behind = np.isin(layers, (ends[:, None] + np.arange(-width, 0))[fits[ends]])
+        behind = np.isin(layers, (ends[:, None] + np.arange(-most_layers, 0))[fits[ends]])
         if behind[0]:
             return count * case.replicas * case.cluster.tensor_parallel, case.micro_batches
         if not behind.any():

@@ -79,7 +79,7 @@ def search_integer_program(case: Case, *, upper_us: float = inf, deadline: Deadl
         SolverError: The program is too large, or its solver failed.
         OutOfTimeError: `deadline` passed before a partition was found.
     """
-    arcs = _Arcs(case, longest_us=case.longest_stage_us(upper_us))
+    arcs = _Arcs(case, longest_us=case.stage_time_limit_us(upper_us))
     if not len(arcs.first):
         return Answer(case, None, inf, upper_us, _METHOD)
     if np.sum(arcs.end - arcs.first) > _MAX_TERMS:
@@ -119,8 +119,8 @@ class _Arcs:
     def __init__(self, case: Case, *, longest_us: float) -> None:
         self.num_layers, self.num_places = case.costs.num_layers, case.num_devices
         self.micro_batches, self.is_ordered = case.micro_batches, not case.is_homogeneous
-        width = max_stage_layers(case.costs, longest_us=longest_us, limit_bytes=max(case.limits_bytes))
-        problem = case.chain_problem(case.num_devices, width=width)
+        most_layers = max_stage_layers(case.costs, longest_us=longest_us, limit_bytes=max(case.limits_bytes))
+        problem = case.chain_problem(case.num_devices, most_layers=most_layers)
         # If devices are equal, the same arcs are used for every place in the pipeline.
         places = [0] if case.is_homogeneous else list(range(case.num_devices))
         columns: list[list[Any]] = []

@@ -73,8 +73,8 @@ def _simulated_search(schedule: Schedule, start: Answer | None) -> PlanSearch:
     return search_chunked_partitions
 
 
-def lacks_bound(schedules: Iterable[Schedule]) -> bool:
-    """Return True if HiGHS is not installed, and one of the schedules needs it for good lower bounds."""
+def lacks_highs(schedules: Iterable[Schedule]) -> bool:
+    """Return True if one of the schedules needs HiGHS for good lower bounds, and HiGHS is not installed."""
     return not is_installed("highspy") and any(map(has_linear_program, schedules))
 
 
@@ -354,7 +354,7 @@ def key_without_schedule(case: Case) -> tuple[object, ...]:
     return CaseKey.of(case)._replace(schedule=GPIPE), case.schedule.placement
 
 
-def fastest_us_without_schedule(answers: Iterable[Answer]) -> dict[tuple[object, ...], float]:
+def fastest_us_across_schedules(answers: Iterable[Answer]) -> dict[tuple[object, ...], float]:
     """Return the best step time found for each `key_without_schedule`, in microseconds."""
     found_us: dict[tuple[object, ...], float] = {}
     for answer in answers:

@@ -167,7 +167,9 @@ class Progress:
         return step_us
 
 
-def simulated_answer(search: Callable[[Progress], None], case: Case, *, upper_us: float, deadline: Deadline) -> Answer:
+def run_limited_search(
+    search: Callable[[Progress], None], case: Case, *, upper_us: float, deadline: Deadline
+) -> Answer:
     """Run a search within limits, and return its result.
 
     Args:

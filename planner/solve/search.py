@@ -23,7 +23,7 @@ from planner.solve.methods import (
     SearchedCases,
     fastest_answers,
     fastest_schedules_us,
-    fastest_us_without_schedule,
+    fastest_us_across_schedules,
     gains_from_longer_search,
     has_linear_program,
     improve_fastest_answers,
@@ -175,7 +175,7 @@ def _in_passes(cases: Sequence[Case], request: Request, deadline: Deadline, *, u
     first = improve_fastest_answers(first, request, deadline.share(0.5))
     upper_us = upper_us if first.best is None else first.best.step_us
     own = [case for case in cases if case.schedule.needs_search]
-    found_us = fastest_us_without_schedule(first.answers.values())
+    found_us = fastest_us_across_schedules(first.answers.values())
     far = [case for case in own if found_us.get(key_without_schedule(case), 0.0) > upper_us * _FAR]
     near = [case for case in own if case not in far]
     alone = replace(request, inputs=replace(request.inputs, schedule=SEARCHED.name))
@@ -368,7 +368,7 @@ def _improved_schedules(
         again = _search_ranked(own, request, deadline, upper_us=best.step_us * NEARBY, ranks=own_first)
         best = again.best if again.best is not None and again.best.step_us < best.step_us else best
         answers = fastest_answers(answers, again.answers)
-    shape, found_us = width_replicas_and_micro_batches(best.case), fastest_us_without_schedule(answers.values())
+    shape, found_us = width_replicas_and_micro_batches(best.case), fastest_us_across_schedules(answers.values())
     own = [case for case in cases if case.schedule.needs_search and width_replicas_and_micro_batches(case) == shape]
     near = [case for case in own if found_us.get(key_without_schedule(case), inf) <= best.step_us * _CLOSE]
     again = _search_orders_of(near, request, deadline.share(0.5), upper_us=best.step_us)

@@ -91,7 +91,7 @@ class Schedule(ABC):
     def order(self, device: int, num_devices: int, micro_batches: int, chunks: int) -> tuple[Action, ...]:
         """Return the actions of a device in order.
 
-        The caller must have checked all numbers with `refuse`.
+        The caller must have checked all numbers with `check_supported`.
 
         Args:
             device: Index of the device.
@@ -121,7 +121,7 @@ class Schedule(ABC):
             return chunks in (0, self.exact_chunks)
         return self.is_chunked or chunks in (0, 1)
 
-    def refuse(self, num_devices: int, micro_batches: int, chunks: int) -> None:
+    def check_supported(self, num_devices: int, micro_batches: int, chunks: int) -> None:
         """Raise UsageError if the schedule cannot run with these numbers.
 
         Args:
@@ -182,7 +182,7 @@ class Schedule(ABC):
         one_after_the_other = (micro_batches - 1) * bounds.backward_us if chunks == 1 else 0.0
         return max(micro_batches * bounds.pair_us, bounds.work_us + one_after_the_other)
 
-    def longest_stage_us(self, upper_us: float, work_us: float, micro_batches: int) -> float:
+    def stage_time_limit_us(self, upper_us: float, work_us: float, micro_batches: int) -> float:
         """Return an upper bound in microseconds of a stage's time per micro-batch, in plans faster than `upper_us`.
 
         Args:
@@ -208,5 +208,5 @@ class Schedule(ABC):
                 f"{num_devices * chunks} stages with {micro_batches} micro-batches are too many to simulate",
                 hint=f"stages times micro-batches are at most {MOST_ACTIONS}: use fewer micro-batches",
             )
-        self.refuse(num_devices, micro_batches, chunks)
+        self.check_supported(num_devices, micro_batches, chunks)
         return tuple(self.order(device, num_devices, micro_batches, chunks) for device in range(num_devices))

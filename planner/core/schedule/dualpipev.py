@@ -42,9 +42,9 @@ class DualPipeV(VSchedule):
         self._drain(row, device, behind)
         return tuple(row.actions)
 
-    def refuse(self, num_devices: int, micro_batches: int, chunks: int) -> None:
+    def check_supported(self, num_devices: int, micro_batches: int, chunks: int) -> None:
         """Raise UsageError if there are fewer micro-batches than stages, as torch's schedule does."""
-        super().refuse(num_devices, micro_batches, chunks)
+        super().check_supported(num_devices, micro_batches, chunks)
         if micro_batches < 2 * num_devices:
             raise UsageError(
                 f"{self.title} needs at least as many micro-batches as stages, got M = {micro_batches}, "

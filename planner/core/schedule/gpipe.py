@@ -36,7 +36,7 @@ class GPipe(Schedule):
         """Return a lower bound of the step time of every partition, in microseconds."""
         return bounds.work_us + (micro_batches - 1) * (bounds.forward_us + bounds.backward_us)
 
-    def longest_stage_us(self, upper_us: float, work_us: float, micro_batches: int) -> float:
+    def stage_time_limit_us(self, upper_us: float, work_us: float, micro_batches: int) -> float:
         """Return an upper bound of the forward plus backward time of a stage in plans faster than `upper_us`.
 
         `work_us` is the forward plus backward time of a micro-batch in all stages. All times are in microseconds.

@@ -41,9 +41,9 @@ class Interleaved(Schedule):
             actions += (forward, backward)
         return (*actions, *backwards[steady:])
 
-    def refuse(self, num_devices: int, micro_batches: int, chunks: int) -> None:
+    def check_supported(self, num_devices: int, micro_batches: int, chunks: int) -> None:
         """Raise UsageError if the micro-batches cannot be divided into rounds of equal length."""
-        super().refuse(num_devices, micro_batches, chunks)
+        super().check_supported(num_devices, micro_batches, chunks)
         rounds = _num_rounds(num_devices, micro_batches)
         if micro_batches % rounds:
             fewer = micro_batches - micro_batches % rounds

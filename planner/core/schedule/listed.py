@@ -80,9 +80,9 @@ class ListedSchedule(Schedule):
         """Return the actions of the device for the first `micro_batches` micro-batches."""
         return tuple(action for action in self.rows[device] if action.micro_batch < micro_batches)
 
-    def refuse(self, num_devices: int, micro_batches: int, chunks: int) -> None:
+    def check_supported(self, num_devices: int, micro_batches: int, chunks: int) -> None:
         """Raise UsageError if the action orders are for other numbers of devices, micro-batches or chunks."""
-        super().refuse(num_devices, micro_batches, chunks)
+        super().check_supported(num_devices, micro_batches, chunks)
         stages = {action.stage for row in self.rows for action in row}
         numbers = len(self.rows), self.num_micro_batches, len(stages)
         if numbers != (num_devices, micro_batches, num_devices * chunks):

@@ -33,9 +33,9 @@ class OneForwardOneBackward(Schedule):
             actions += (backward,) if forward is None else (backward, forward)
         return tuple(actions)
 
-    def refuse(self, num_devices: int, micro_batches: int, chunks: int) -> None:
+    def check_supported(self, num_devices: int, micro_batches: int, chunks: int) -> None:
         """Raise UsageError if there are fewer micro-batches than devices, as torch's schedule does."""
-        super().refuse(num_devices, micro_batches, chunks)
+        super().check_supported(num_devices, micro_batches, chunks)
         if micro_batches < num_devices:
             raise UsageError(
                 f"1F1B needs at least as many micro-batches as stages, got M = {micro_batches}, K = {num_devices}",

@@ -79,7 +79,7 @@ class BottleneckSearch:
         # With a good plan or a limit, go to the boxes directly.
         if self.best_so_far is None and upper_us == np.inf:
             self.find_first()
-        least = self._whole.least_values()
+        least = self._whole.lower_bounds()
         boxes = [
             _Box(
                 bound_us=self.bound_us,
@@ -103,7 +103,7 @@ class BottleneckSearch:
                     deadline=self._deadline,
                 )
                 box = box._replace(
-                    bound_us=max(box.bound_us, search.lower_bound_us()), passes_us=search.least_values()["passes"]
+                    bound_us=max(box.bound_us, search.lower_bound_us()), passes_us=search.lower_bounds()["passes"]
                 )
             for part in self._search_box(box, search, self._upper_us(upper_us)):
                 heappush(boxes, part._replace(number=count))

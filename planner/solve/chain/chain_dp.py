@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from planner.core.cost.arrays import BoolArray, ChoiceArray, FloatArray, IndexArray, IntArray
-from planner.solve.chain.recurrences import EarlierLayers, Recurrence
+from planner.solve.chain.recurrences import EarlierLayerBounds, Recurrence
 from planner.solve.deadline import NEVER, Deadline
 from planner.solve.space.prefixes import MOST_CANDIDATES, PrefixBounds
 from planner.solve.space.problem import ChainProblem, StageTimeArrays
@@ -50,8 +50,8 @@ class ChainCuts(NamedTuple):
     step_us: float
     cuts: tuple[int, ...]
     choices: tuple[int, ...]
-    rank: tuple[float, ...]
-    """Values that rank partitions, such as the step time, the most important first; smaller is better."""
+    sort_key: tuple[float, ...]
+    """Values by which partitions are sorted, such as the step time, the most important first; smaller is better."""
 
 
 class _PartialPlans(NamedTuple):
@@ -65,8 +65,8 @@ class _PartialPlans(NamedTuple):
     """States of the dynamic program, one column per partial plan."""
     bound: FloatArray
     """Lower bound of the step time of every complete plan that contains the partial plan."""
-    rank: FloatArray
-    """Lower bounds of `ChainCuts.rank` of all complete plans that contain the partial plan, shape (values, plans)."""
+    sort_key: FloatArray
+    """Lower bounds of `ChainCuts.sort_key` of all complete plans with the partial plan, shape (values, plans)."""
 
     def take(self, index: IndexArray) -> "_PartialPlans":
         fields: list[Any] = [field.take(index, axis=-1) for field in self]
@@ -75,7 +75,7 @@ class _PartialPlans(NamedTuple):
 
 class _StepToBeat(NamedTuple):
     upper_us: float
-    best_rank: tuple[float, ...] | None = None
+    best_key: tuple[float, ...] | None = None
 
 
 class CutDynamicProgram:
@@ -100,7 +100,7 @@ class CutDynamicProgram:
         earlier = self._earlier_layers(empty.first, self.problem.num_stages)
         return float(self.recurrence.bound_us(tuple(empty.states), earlier)[0])
 
-    def least_values(self) -> dict[str, float]:
+    def lower_bounds(self) -> dict[str, float]:
         """Return lower bounds that hold for all partitions, for example of the longest forward time (key `forward`)."""
         return {name: float(tables[-1][self.problem.num_layers]) for name, tables in self._least.items()}
 
@@ -136,11 +136,11 @@ class CutDynamicProgram:
         *,
         upper_us: float,
         most_plans: int | None = None,
-        best_rank: tuple[float, ...] | None = None,
+        best_key: tuple[float, ...] | None = None,
         most_per_count: float = np.inf,
         enough_in_all: float = 0,
     ) -> ChainCuts | None:
-        """Return the partition of smallest `ChainCuts.rank` among those faster than `upper_us`; None if there is none.
+        """Return the partition of smallest `ChainCuts.sort_key` that is faster than `upper_us`; None if there is none.
 
         The search stops early if the number of partial plans exceeds both `most_per_count` and `enough_in_all`. It then
         returns the best partition found so far, and `is_exhaustive` is False.
@@ -149,7 +149,7 @@ class CutDynamicProgram:
             upper_us: Step time to beat, in microseconds.
             most_plans: Largest number of partial plans to keep that begin at the same layer; None to keep all. With a
                 number, the search may miss the best partition.
-            best_rank: Value of `ChainCuts.rank` to beat, or None.
+            best_key: Value of `ChainCuts.sort_key` to beat, or None.
             most_per_count: Limit on the partial plans with equally many stages.
             enough_in_all: Limit on all partial plans together.
         """
@@ -158,7 +158,7 @@ class CutDynamicProgram:
         self.is_exhaustive = most_plans is None
         in_all = 0
         for num_later in range(self.problem.num_stages):
-            plans = self._next_level(levels[-1], num_later, _StepToBeat(upper_us, best_rank))
+            plans = self._next_level(levels[-1], num_later, _StepToBeat(upper_us, best_key))
             # Finding the undominated partial plans takes longest, so it is skipped if there are far too many.
             is_hopeless = len(plans.first) > max(20 * most_per_count, enough_in_all)
             if not is_hopeless:
@@ -167,10 +167,10 @@ class CutDynamicProgram:
             if is_hopeless or (len(levels[-1].first) > most_per_count and in_all > enough_in_all):
                 self.is_exhaustive = False
                 break
-            rank, index = self._first_of_complete(levels[-1])
-            if rank is not None and (best_rank is None or rank < best_rank):
-                best_rank = rank
-                best = ChainCuts(float(levels[-1].bound[index]), *self._trace(levels, num_later + 1, index), rank)
+            sort_key, index = self._first_of_complete(levels[-1])
+            if sort_key is not None and (best_key is None or sort_key < best_key):
+                best_key = sort_key
+                best = ChainCuts(float(levels[-1].bound[index]), *self._trace(levels, num_later + 1, index), sort_key)
                 # If ranks break ties between equal times, the time to beat does not change.
                 if self.recurrence.rank_is_time:
                     upper_us = best.step_us
@@ -201,20 +201,20 @@ class CutDynamicProgram:
         if not len(plans.first) or plans.first[0] > 0:
             return None, -1
         complete = int(np.searchsorted(plans.first, 1))
-        index = int(np.lexsort(tuple(plans.rank[::-1, :complete]))[0])
-        return tuple(plans.rank[:, index].tolist()), index
+        index = int(np.lexsort(tuple(plans.sort_key[::-1, :complete]))[0])
+        return tuple(plans.sort_key[:, index].tolist()), index
 
     # ---- bounds
 
-    def _earlier_layers(self, first: IntArray, stages_left: int) -> EarlierLayers:
-        return EarlierLayers(
+    def _earlier_layers(self, first: IntArray, stages_left: int) -> EarlierLayerBounds:
+        return EarlierLayerBounds(
             work_us=self._work[first],
             between_steps_us=self._between_steps_us,
             exist=first > 0,
             least={name: tables[stages_left][first] for name, tables in self._least.items()},
         )
 
-    def _raise_to_chain_bounds(self, earlier: EarlierLayers) -> EarlierLayers:
+    def _raise_to_chain_bounds(self, earlier: EarlierLayerBounds) -> EarlierLayerBounds:
         end = self.problem.num_layers
         largest = {
             name: np.maximum(least, self._least[name][-1][end])
@@ -243,7 +243,7 @@ class CutDynamicProgram:
     def _blocks(self, plans: _PartialPlans) -> Iterator[IndexArray]:
         # A partial plan that begins at layer 0 is complete.
         open_ = np.flatnonzero(plans.first > 0)
-        size = max(1, MOST_CANDIDATES // self.problem.width)
+        size = max(1, MOST_CANDIDATES // self.problem.most_layers)
         for start in range(0, len(open_), size):
             self._deadline.check()
             yield open_[start : start + size]
@@ -258,17 +258,17 @@ class CutDynamicProgram:
         states = self.recurrence.extend(tuple(plans.states.take(parent, axis=1)), at, num_later)
         earlier = self._earlier_layers(at.first, stages_left)
         bound = self.recurrence.bound_us(states, earlier)
-        rank = np.stack(self.recurrence.ranking_bounds(states, earlier, bound))
+        sort_key = np.stack(self.recurrence.ranking_bounds(states, earlier, bound))
         is_kept = bound < just_below(target.upper_us)
-        if target.best_rank is not None:
-            is_kept &= _before(rank, target.best_rank)
+        if target.best_key is not None:
+            is_kept &= _before(sort_key, target.best_key)
         kept = np.flatnonzero(is_kept)
         first = at.first.take(kept)
         # Bounds use the states as they are. In kept plans the states are raised, so that more plans are dominated.
         whole = self._raise_to_chain_bounds(self._earlier_layers(first, stages_left))
         raised = np.stack(self.recurrence.clamp_to_lower_bounds(tuple(number.take(kept) for number in states), whole))
         return _PartialPlans(
-            first, parent.take(kept), at.choice.take(kept), raised, bound.take(kept), rank.take(kept, axis=1)
+            first, parent.take(kept), at.choice.take(kept), raised, bound.take(kept), sort_key.take(kept, axis=1)
         )
 
     def _previous_stages(self, num_later: int, first: IntArray) -> tuple[StageTimeArrays, IntArray]:
@@ -283,7 +283,7 @@ class CutDynamicProgram:
         if len(plans.first) == 1:
             return plans
         # If only a few partial plans are kept, keep those with the smallest bounds.
-        keys = (*plans.rank, *plans.states) if most_plans is None else (plans.bound, *plans.rank)
+        keys = (*plans.sort_key, *plans.states) if most_plans is None else (plans.bound, *plans.sort_key)
         # In this order, no partial plan is dominated by a later partial plan, as `_undominated_partial_plans` requires.
         plans = plans.take(np.lexsort((*keys[::-1], plans.first)))
         return plans.take(_undominated_partial_plans(plans.first, plans.states, most_plans))
@@ -307,10 +307,10 @@ def just_below(upper_us: float) -> float:
     return upper_us * (1 - RELATIVE) if np.isfinite(upper_us) else upper_us
 
 
-def _before(rank: FloatArray, best: tuple[float, ...]) -> BoolArray:
+def _before(sort_key: FloatArray, best: tuple[float, ...]) -> BoolArray:
     # Compare lexicographically, from the last number to the first.
-    before = np.zeros(rank[0].shape, dtype=bool)
-    for number, of_best in zip(rank[::-1], best[::-1], strict=True):
+    before = np.zeros(sort_key[0].shape, dtype=bool)
+    for number, of_best in zip(sort_key[::-1], best[::-1], strict=True):
         before = (number < of_best * (1 - RELATIVE)) | ((number <= of_best * (1 + RELATIVE)) & before)
     return before
 

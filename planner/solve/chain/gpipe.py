@@ -32,34 +32,34 @@ _FIRST_WINDOW = 1.5
 
 @dataclass(slots=True)
 class TableWidth:
-    """Width of a search's tables, which grows step by step."""
+    """Width of a search's tables: the number of layers of their longest stage, which grows step by step."""
 
     case: Case
-    width: int = 0
+    most_layers: int = 0
     """Largest number of layers of a stage."""
     _longest_us: float = 0.0
 
     def widen(self, upper_us: float) -> bool:
-        """Increase `width` and return True, or return False if `width` already suffices.
+        """Increase `most_layers` and return True, or return False if `most_layers` already suffices.
 
-        The width suffices if no plan faster than `upper_us` has a stage with more layers than `width`.
+        The number suffices if no plan faster than `upper_us` has a stage with more layers than `most_layers`.
         """
         # The tables have the stages whose time is below a limit. The first call sets a low limit. With an infinite
         # `upper_us`, later calls double it; otherwise they set it to the longest stage of a faster plan.
         case = self.case
-        limit_us = case.longest_stage_us(upper_us)
+        limit_us = case.stage_time_limit_us(upper_us)
         even_us = case.work_us * case.highest_speed / case.num_devices
         longest_layer = float((case.costs.forward_us + case.costs.backward_us).max(initial=0.0))
         self._longest_us = max(2 * self._longest_us, _FIRST_WINDOW * max(even_us, longest_layer))
-        if np.isfinite(upper_us) and self.width:
+        if np.isfinite(upper_us) and self.most_layers:
             self._longest_us = limit_us
         most = self._width(limit_us)
-        if most <= self.width:
+        if most <= self.most_layers:
             return False
         while True:
-            width = min(most, self._width(self._longest_us))
-            if width > self.width:
-                self.width = width
+            most_layers = min(most, self._width(self._longest_us))
+            if most_layers > self.most_layers:
+                self.most_layers = most_layers
                 return True
             self._longest_us = max(2 * self._longest_us, 1e-3)
 
@@ -85,10 +85,12 @@ def search_gpipe(case: Case, *, upper_us: float = np.inf, deadline: Deadline = N
     try:
         # A first plan limits the stages of better plans, so search for the best one only after that.
         while table_width.widen(upper_us):
-            for search in gpipe_searches(case, table_width.width, deadline):
+            for search in gpipe_searches(case, table_width.most_layers, deadline):
                 best = best or search.find_first(upper_us=upper_us)
                 upper_us = best.step_us if best is not None else upper_us
-        searches = (search,) if case.is_homogeneous and search else gpipe_searches(case, table_width.width, deadline)
+        searches = (
+            (search,) if case.is_homogeneous and search else gpipe_searches(case, table_width.most_layers, deadline)
+        )
         is_wide = True
         for search in searches:
             best = _faster(best, search.find_best(upper_us=upper_us))
@@ -110,16 +112,18 @@ def _faster(best: ChainCuts | None, other: ChainCuts | None) -> ChainCuts | None
     return min(filter(None, (best, other)), key=lambda cuts: cuts.step_us, default=None)
 
 
-def gpipe_searches(case: Case, width: int, deadline: Deadline) -> Iterator[BottleneckSearch]:
+def gpipe_searches(case: Case, most_layers: int, deadline: Deadline) -> Iterator[BottleneckSearch]:
     """Yield searches for the fastest partition, which together cover every number of stages.
 
     Args:
         case: Layers, devices and schedule to plan for.
-        width: Number of layers of the longest stage.
+        most_layers: Number of layers of the longest stage.
         deadline: Time limit of the searches.
     """
     for count in _stage_counts(case):
-        yield BottleneckSearch(case.chain_problem(count, width=width), case.micro_batches, deadline=deadline)
+        yield BottleneckSearch(
+            case.chain_problem(count, most_layers=most_layers), case.micro_batches, deadline=deadline
+        )
 
 
 def _stage_counts(case: Case) -> Iterator[int]:
@@ -141,21 +145,23 @@ def best_of_equally_fast(case: Case, step_us: float, *, deadline: Deadline = NEV
     """
     recurrence = GPipeRecurrence(case.micro_batches)
     upper_us = step_us * (1 + _EQUAL) if step_us else 1e-9
-    width = max_stage_layers(case.costs, longest_us=case.longest_stage_us(upper_us), limit_bytes=max(case.limits_bytes))
+    most_layers = max_stage_layers(
+        case.costs, longest_us=case.stage_time_limit_us(upper_us), limit_bytes=max(case.limits_bytes)
+    )
     lowest: ChainCuts | None = None
     for count in _stage_counts(case):
         search = CutDynamicProgram(
-            case.chain_problem(count, width=width, every_choice=True),
+            case.chain_problem(count, most_layers=most_layers, every_choice=True),
             TieBreakRecurrence(recurrence, "peak"),
             deadline=deadline,
         )
-        lowest = _first_by_rank(search, upper_us, lowest)
+        lowest = _first_by_key(search, upper_us, lowest)
     if lowest is None:
         return None
     best: ChainCuts | None = None
     for count in _stage_counts(case):
-        problem = case.chain_problem(count, width=width, most_bytes=lowest.rank[0])
-        best = _first_by_rank(
+        problem = case.chain_problem(count, most_layers=most_layers, most_bytes=lowest.sort_key[0])
+        best = _first_by_key(
             CutDynamicProgram(problem, TieBreakRecurrence(recurrence, "moved", "squares"), deadline=deadline),
             upper_us,
             best,
@@ -163,11 +169,11 @@ def best_of_equally_fast(case: Case, step_us: float, *, deadline: Deadline = NEV
     return best or lowest
 
 
-def _first_by_rank(search: CutDynamicProgram, upper_us: float, best: ChainCuts | None) -> ChainCuts | None:
-    # A good first plan rules out most others by their rank.
+def _first_by_key(search: CutDynamicProgram, upper_us: float, best: ChainCuts | None) -> ChainCuts | None:
+    # A good first plan rules out most others by their sort key.
     size = search.problem.num_layers * search.problem.num_stages
     for most_plans in (_FEW_LABELS, None) if size <= _MOST_TO_TELL_APART else (_FEW_LABELS,):
-        rank = best.rank if best is not None else None
-        first = search.run(upper_us=upper_us, most_plans=most_plans, best_rank=rank, most_per_count=_MOST_TIED_LABELS)
+        key = best.sort_key if best is not None else None
+        first = search.run(upper_us=upper_us, most_plans=most_plans, best_key=key, most_per_count=_MOST_TIED_LABELS)
         best = first or best
     return best

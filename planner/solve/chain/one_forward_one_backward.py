@@ -22,7 +22,7 @@ from planner.solve.chain.chain_dp import CutDynamicProgram
 from planner.solve.chain.gpipe import TableWidth
 from planner.solve.chain.recurrences import OneForwardOneBackwardRecurrence
 from planner.solve.deadline import NEVER, Deadline
-from planner.solve.progress import BLOCK, Progress, simulated_answer
+from planner.solve.progress import BLOCK, Progress, run_limited_search
 from planner.solve.space.case import Case
 from planner.solve.space.partitions import Evaluator, move_one_cut
 from planner.solve.space.problem import ChainProblem
@@ -46,7 +46,7 @@ def search_one_forward_one_backward(case: Case, *, upper_us: float = inf, deadli
         upper_us: Step time that a partition must beat, in microseconds.
         deadline: Time at which the search stops.
     """
-    return simulated_answer(_search_all, case, upper_us=upper_us, deadline=deadline)
+    return run_limited_search(_search_all, case, upper_us=upper_us, deadline=deadline)
 
 
 def _search_all(progress: Progress) -> None:
@@ -63,11 +63,11 @@ def _search_stages(progress: Progress, num_stages: int) -> bool:
     table_width = TableWidth(case)
     # The lower bound covers stages in the tables only, so the tables must have all stages of faster plans.
     while table_width.widen(progress.upper_us):
-        cells = num_stages * (case.costs.num_layers + 1) * table_width.width
+        cells = num_stages * (case.costs.num_layers + 1) * table_width.most_layers
         if not budget.try_reserve((_ORDER + 1) * evaluator.num_actions, cells // _CELLS):
             progress.record_skipped(max(progress.case.least_step_us(num_stages), case.bound_us))
             return False
-        problem = case.chain_problem(num_stages, width=table_width.width, exact=True)
+        problem = case.chain_problem(num_stages, most_layers=table_width.most_layers, exact=True)
         search = CutDynamicProgram(problem, recurrence, deadline=progress.deadline)
         least = search.find_best(upper_us=progress.upper_us)
         if least is None:
@@ -117,7 +117,7 @@ def _simulate_fitting(progress: Progress, evaluator: Evaluator, cuts: IntArray, 
 
 
 def _fastest_fitting_choices(problem: ChainProblem, cuts: IntArray) -> IntArray:
-    column = cuts[:, :-1] - cuts[:, 1:] + problem.width
+    column = cuts[:, :-1] - cuts[:, 1:] + problem.most_layers
     choices = np.full(column.shape, NO_CHOICE)
     for stage in range(problem.num_stages):
         inside = column[:, stage] >= 0

@@ -77,7 +77,7 @@ _Machine = tuple[FloatArray, FloatArray, FloatArray]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EarlierLayers:
+class EarlierLayerBounds:
     """Lower bounds for the layers before a partial plan. Arrays have one entry per partial plan."""
 
     work_us: FloatArray
@@ -122,7 +122,7 @@ class Recurrence(Protocol):
             num_later: Number of stages of each partial plan before this addition.
         """
 
-    def clamp_to_lower_bounds(self, states: PlanStates, earlier: EarlierLayers) -> PlanStates:
+    def clamp_to_lower_bounds(self, states: PlanStates, earlier: EarlierLayerBounds) -> PlanStates:
         """Return the states after raising values as far as this cannot make any complete plan worse.
 
         For example, the longest forward time is raised to a lower bound of the longest forward time of complete plans.
@@ -133,11 +133,11 @@ class Recurrence(Protocol):
             earlier: Lower bounds for the layers before the partial plans.
         """
 
-    def bound_us(self, states: PlanStates, earlier: EarlierLayers) -> FloatArray:
+    def bound_us(self, states: PlanStates, earlier: EarlierLayerBounds) -> FloatArray:
         """Return, for each partial plan, a lower bound of the step time of complete plans that contain it."""
 
-    def ranking_bounds(self, states: PlanStates, earlier: EarlierLayers, bound_us: FloatArray) -> PlanStates:
-        """Return, for each partial plan, lower bounds of `ChainCuts.rank` of complete plans that contain it.
+    def ranking_bounds(self, states: PlanStates, earlier: EarlierLayerBounds, bound_us: FloatArray) -> PlanStates:
+        """Return, for each partial plan, lower bounds of `ChainCuts.sort_key` of complete plans that contain it.
 
         Args:
             states: States of the partial plans.
@@ -168,7 +168,7 @@ class GPipeRecurrence:
         # The sum comes first: it is infinite where first layers cannot be reached.
         self.needs = {"passes": BoundKind(np.add, passes), **({} if floor else _needs("forward", "backward"))}
 
-    def _least_bottlenecks(self, earlier: EarlierLayers) -> tuple[FloatArray | float, FloatArray | float]:
+    def _least_bottlenecks(self, earlier: EarlierLayerBounds) -> tuple[FloatArray | float, FloatArray | float]:
         return self._floor or (earlier.least["forward"], earlier.least["backward"])
 
     def extend(self, states: PlanStates, stages: StageTimeArrays, num_later: int) -> PlanStates:  # noqa: ARG002 - GPipe's stages are all alike
@@ -194,13 +194,13 @@ class GPipeRecurrence:
             d = np.maximum(d, a + (self._M - 2) * x)
         return x, a, d + q
 
-    def clamp_to_lower_bounds(self, states: PlanStates, earlier: EarlierLayers) -> PlanStates:
+    def clamp_to_lower_bounds(self, states: PlanStates, earlier: EarlierLayerBounds) -> PlanStates:
         f, x, a, d, u = states
         forward, backward = self._least_bottlenecks(earlier)
         f, x = np.maximum(f, forward), np.maximum(x, backward)
         return f, x, a, d, _raised_tail(u, earlier)
 
-    def bound_us(self, states: PlanStates, earlier: EarlierLayers) -> FloatArray:
+    def bound_us(self, states: PlanStates, earlier: EarlierLayerBounds) -> FloatArray:
         f, x, a, d, u = states
         forward, backward = self._least_bottlenecks(earlier)
         f, x = np.maximum(f, forward), np.maximum(x, backward)
@@ -213,7 +213,7 @@ class GPipeRecurrence:
             d = np.maximum(d + earlier.work_us, a + earlier.least["passes"] + _times(self._M - 2, x))
         return d + _times(self._M - 1, f) + np.where(earlier.exist, earlier.between_steps_us, u)
 
-    def ranking_bounds(self, states: PlanStates, earlier: EarlierLayers, bound_us: FloatArray) -> PlanStates:  # noqa: ARG002 - time is all
+    def ranking_bounds(self, states: PlanStates, earlier: EarlierLayerBounds, bound_us: FloatArray) -> PlanStates:  # noqa: ARG002 - time is all
         return (bound_us,)
 
 
@@ -252,12 +252,12 @@ class OneForwardOneBackwardRecurrence:
         g = np.maximum(np.maximum(work, first_back), np.maximum(trips, g + (F + q + 2 * C)))
         return g, s, r, delay_with_added_stage_us(u, stages.between_steps_us, stages.slack_us)
 
-    def clamp_to_lower_bounds(self, states: PlanStates, earlier: EarlierLayers) -> PlanStates:
+    def clamp_to_lower_bounds(self, states: PlanStates, earlier: EarlierLayerBounds) -> PlanStates:
         # Every difference in g, s and r changes the step time, so only u is raised.
         g, s, r, u = states
         return g, s, r, _raised_tail(u, earlier)
 
-    def bound_us(self, states: PlanStates, earlier: EarlierLayers) -> FloatArray:
+    def bound_us(self, states: PlanStates, earlier: EarlierLayerBounds) -> FloatArray:
         # The longest of three paths: g plus earlier work; all work of an earlier stage; a round trip.
         g, s, _, u = states
         bound: FloatArray = np.maximum(
@@ -266,7 +266,7 @@ class OneForwardOneBackwardRecurrence:
         )
         return bound + np.where(earlier.exist, earlier.between_steps_us, u)
 
-    def ranking_bounds(self, states: PlanStates, earlier: EarlierLayers, bound_us: FloatArray) -> PlanStates:  # noqa: ARG002 - time is all
+    def ranking_bounds(self, states: PlanStates, earlier: EarlierLayerBounds, bound_us: FloatArray) -> PlanStates:  # noqa: ARG002 - time is all
         return (bound_us,)
 
 
@@ -275,7 +275,7 @@ def _times(count: int, time: FloatArray) -> FloatArray:
     return count * time if count else np.where(np.isinf(time), np.inf, 0.0)
 
 
-def _raised_tail(tail: FloatArray, earlier: EarlierLayers) -> FloatArray:
+def _raised_tail(tail: FloatArray, earlier: EarlierLayerBounds) -> FloatArray:
     # The work of earlier layers hides that much of an optimizer step. The first stage always adds its own step.
     return np.where(earlier.exist, np.maximum(tail, earlier.between_steps_us + earlier.work_us), tail)
 
@@ -305,7 +305,7 @@ class TieBreakRecurrence:
         more = [need.combine(number, need.stage_values(stages)) for _, need, number in self._ranked(states)]
         return *self._recurrence.extend(states[: self._recurrence.size], stages, num_later), *more
 
-    def clamp_to_lower_bounds(self, states: PlanStates, earlier: EarlierLayers) -> PlanStates:
+    def clamp_to_lower_bounds(self, states: PlanStates, earlier: EarlierLayerBounds) -> PlanStates:
         # Only maxima are raised; sums stay as they are.
         more = [
             np.maximum(number, earlier.least[name]) if need.combine is np.maximum else number
@@ -313,8 +313,8 @@ class TieBreakRecurrence:
         ]
         return *self._recurrence.clamp_to_lower_bounds(states[: self._recurrence.size], earlier), *more
 
-    def bound_us(self, states: PlanStates, earlier: EarlierLayers) -> FloatArray:
+    def bound_us(self, states: PlanStates, earlier: EarlierLayerBounds) -> FloatArray:
         return self._recurrence.bound_us(states[: self._recurrence.size], earlier)
 
-    def ranking_bounds(self, states: PlanStates, earlier: EarlierLayers, bound_us: FloatArray) -> PlanStates:  # noqa: ARG002 - time is equal
+    def ranking_bounds(self, states: PlanStates, earlier: EarlierLayerBounds, bound_us: FloatArray) -> PlanStates:  # noqa: ARG002 - time is equal
         return tuple(need.combine(number, earlier.least[name]) for name, need, number in self._ranked(states))

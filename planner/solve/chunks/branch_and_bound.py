@@ -94,10 +94,10 @@ class BranchAndBound:
         self.iterations = 0
         """Number of simplex iterations so far."""
 
-    def solve(
+    def solve_root(
         self, *, upper_us: float = inf, most_iterations: int = _UNLIMITED, limit_s: float = inf
     ) -> CutBound | None:
-        """Solve the linear program before any branching.
+        """Solve the linear program of the root node, before any branching.
 
         Args:
             upper_us: Step time of a known plan, in microseconds. The solver stops when the bound reaches it.
@@ -122,7 +122,7 @@ class BranchAndBound:
     def branch(self, upper_us: float, *, most_iterations: int, limit_s: float = inf) -> float:
         """Branch until a limit is reached; return a lower bound of the step time of all partitions, in microseconds.
 
-        The bound is at most `upper_us`. It is 0 if `solve` has found no bound.
+        The bound is at most `upper_us`. It is 0 if `solve_root` has found no bound.
 
         Args:
             upper_us: Step time of a known plan, in microseconds.

@@ -161,7 +161,7 @@ class CutSearch(Descent[PartitionCandidate]):
         is_other = np.any(every != candidate.choices, axis=1)
         if candidate.excess_bytes == 0:
             devices = np.arange(self.evaluator.num_devices)
-            over = self._fitting.excess_by_combination(np.repeat(candidate.cuts[None], len(devices), axis=0), devices)
+            over = self._fitting.excess_bytes_by_choices(np.repeat(candidate.cuts[None], len(devices), axis=0), devices)
             # More recomputation never makes a step faster.
             is_other = (over.ravel() <= 0) & np.any(every < candidate.choices, axis=1)
         other_recomputations: IntArray = every[is_other]

@@ -60,13 +60,13 @@ class PartitionCandidate:
     """Step time; infinite if the partition does not fit."""
 
     @property
-    def rank(self) -> tuple[float, float]:
+    def sort_key(self) -> tuple[float, float]:
         """Values to compare: bytes over the memory limits, then step time; smaller is better."""
         return self.excess_bytes, self.step_us
 
     def beats(self, other: "PartitionCandidate") -> bool:
         """Return True if this partition is better than `other`."""
-        return self.rank < (other.excess_bytes, other.step_us * (1 - SAME))
+        return self.sort_key < (other.excess_bytes, other.step_us * (1 - SAME))
 
 
 CandidateT = TypeVar("CandidateT", bound=PartitionCandidate)
@@ -120,7 +120,7 @@ class Descent(ABC, Generic[CandidateT]):
             promising: Limit on the best result's step time for restarts, as a multiple of `Progress.upper_us`. If the
                 best result exceeds the memory limits, the search restarts anyway.
         """
-        begin, ordered = self.progress.budget.spent, sorted(starts, key=lambda start: start.rank)
+        begin, ordered = self.progress.budget.spent, sorted(starts, key=lambda start: start.sort_key)
         batches = most_actions // (2 * self.evaluator.num_actions + BATCH)
         if self.progress.budget.is_bounded and 2 < len(ordered) <= batches // _SHORT_BATCHES:
             # The budget may suffice for one descent only, so a short descent from each start shows the best one.
@@ -128,7 +128,7 @@ class Descent(ABC, Generic[CandidateT]):
             for start in ordered:
                 self._ends = self.progress.budget.spent + most_actions // (_SHORT_SHARE * len(ordered))
                 short.append(self._downhill(start))
-            ordered = sorted(short, key=lambda start: start.rank)
+            ordered = sorted(short, key=lambda start: start.sort_key)
         self._ends = begin + most_actions
         best: CandidateT | None = None
         for start in ordered:

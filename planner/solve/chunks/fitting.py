@@ -92,7 +92,7 @@ class RecomputeFitter:
         new = {key: n for n, key in enumerate(keys) if key not in self._known}
         if new:
             some = sorted(new.values())
-            excess = self.excess_by_combination(cuts[some], devices[some])
+            excess = self.excess_bytes_by_choices(cuts[some], devices[some])
             least = excess.min(axis=1, keepdims=True)
             recompute_us = np.where(excess == least, self._recompute_us(cuts[some], devices[some]), np.inf)
             best = zip(recompute_us.argmin(axis=1).tolist(), least[:, 0].tolist(), strict=True)
@@ -107,13 +107,13 @@ class RecomputeFitter:
         """
         num_devices = self._evaluator.num_devices
         devices = np.repeat(np.arange(num_devices), len(cuts))
-        fits = self.excess_by_combination(np.tile(cuts, (num_devices, 1)), devices) <= 0
+        fits = self.excess_bytes_by_choices(np.tile(cuts, (num_devices, 1)), devices) <= 0
         minimal: BoolArray = fits & ~np.any(fits[:, :, None] & self._is_lower, axis=1)
         return minimal.reshape(num_devices, len(cuts), -1).swapaxes(0, 1)
 
-    def excess_by_combination(self, cuts: IntArray, devices: IntArray) -> FloatArray:
-        """Return the result of `Evaluator.excess_by_combination` for the choices in `combinations`."""
-        return self._evaluator.excess_by_combination(cuts, devices, self._places)
+    def excess_bytes_by_choices(self, cuts: IntArray, devices: IntArray) -> FloatArray:
+        """Return the result of `Evaluator.excess_bytes_by_choices` for the choices in `combinations`."""
+        return self._evaluator.excess_bytes_by_choices(cuts, devices, self._places)
 
     @cached_property
     def _is_lower(self) -> BoolArray:

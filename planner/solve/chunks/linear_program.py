@@ -276,8 +276,8 @@ class LinearProgram:
         if (evaluator.excess_bytes(reference_cuts[None], np.zeros((1, self._S), dtype=np.int64)) <= 0).all():
             return None
         recomputation = [self._recompute_columns(s) for s in range(self._S)]
-        whole = Evaluator(evaluator.case, evaluator.num_devices, width=self._W + 1)
-        for device, points in enumerate(whole.peak_counts):
+        whole = Evaluator(evaluator.case, evaluator.num_devices, most_layers=self._W + 1)
+        for device, points in enumerate(whole.peak_allocation_counts):
             for point in self._points_with_most_memory(whole, device, reference_cuts):
                 room = LinearExpression({}, evaluator.case.limits_bytes[device])
                 for chunk, s in enumerate(evaluator.stages_by_device[device]):
@@ -303,10 +303,10 @@ class LinearProgram:
         return RecomputeColumns(columns, rows)
 
     def _points_with_most_memory(self, whole: Evaluator, device: int, reference_cuts: IntArray) -> list[int]:
-        points, chunks = whole.peak_counts[device], whole.stages_by_device[device]
+        points, chunks = whole.peak_allocation_counts[device], whole.stages_by_device[device]
         alive = np.empty((len(self.evaluator.allowed), len(chunks), len(points)))
         for chunk, s in enumerate(chunks):
-            place = reference_cuts[s + 1], max(0, reference_cuts[s] - reference_cuts[s + 1] + whole.width)
+            place = reference_cuts[s + 1], max(0, reference_cuts[s] - reference_cuts[s + 1] + whole.most_layers)
             for option, choice in enumerate(self.evaluator.allowed):
                 alive[option, chunk] = points[:, chunk] @ whole.stage_allocation_bytes[choice, *place][1:]
         alike = alive.sum(axis=1)
@@ -358,11 +358,11 @@ def _linear_lower_bound(table: FloatArray) -> tuple[FloatArray, float]:
 
 
 @lru_cache(maxsize=64)
-def _stage_places(num_layers: int, width: int) -> tuple[IntArray, IntArray]:
-    # Return two arrays for a table of stages, shape (layers + 1, width): the first layer of the stage of each entry;
-    # and, for each first layer, the flat indices of stages of two or more layers in the table without its last column.
-    # Both are negative where there is no stage.
-    first = np.arange(num_layers + 1)[:, None] - width + np.arange(width)[None]
-    ends = np.arange(num_layers)[:, None] + np.arange(2, width + 1)
-    places = ends * (width - 1) + np.arange(width - 2, -1, -1)
+def _stage_places(num_layers: int, most_layers: int) -> tuple[IntArray, IntArray]:
+    # Return two arrays for a table of stages, shape (layers + 1, most_layers): the first layer of the stage of each
+    # entry; and, for each first layer, the flat indices of stages of two or more layers in the table without its last
+    # column. Both are negative where there is no stage.
+    first = np.arange(num_layers + 1)[:, None] - most_layers + np.arange(most_layers)[None]
+    ends = np.arange(num_layers)[:, None] + np.arange(2, most_layers + 1)
+    places = ends * (most_layers - 1) + np.arange(most_layers - 2, -1, -1)
     return first, np.where(ends <= num_layers, places, -1)

@@ -32,7 +32,7 @@ from planner.solve.chunks.even_loads import cuts_with_even_loads
 from planner.solve.chunks.fitting import RecomputeFitter
 from planner.solve.chunks.linear_program import LinearProgram, approximate_num_constraints
 from planner.solve.deadline import NEVER, Deadline, OutOfTimeError
-from planner.solve.progress import BLOCK, Progress, SimulationBudget, simulated_answer
+from planner.solve.progress import BLOCK, Progress, SimulationBudget, run_limited_search
 from planner.solve.space.case import Case, cuts_and_choices
 from planner.solve.space.partitions import Evaluator
 from planner.solve.space.prefixes import BoundKind, PrefixBounds
@@ -93,7 +93,7 @@ def search_chunked_partitions(case: Case, *, upper_us: float = inf, deadline: De
         upper_us: Step time that a partition must beat, in microseconds.
         deadline: Time at which the search stops.
     """
-    return simulated_answer(_search_all, case, upper_us=upper_us, deadline=deadline)
+    return run_limited_search(_search_all, case, upper_us=upper_us, deadline=deadline)
 
 
 def _search_all(progress: Progress) -> None:
@@ -160,7 +160,7 @@ def evaluators_by_devices(progress: Progress) -> Iterator[tuple[Evaluator, float
         if least_us >= progress.step_to_beat_us:
             return
         evaluator = Evaluator(case, num_devices)
-        cells = (case.costs.num_layers + 1) * evaluator.width * len(evaluator.allowed)
+        cells = (case.costs.num_layers + 1) * evaluator.most_layers * len(evaluator.allowed)
         if not progress.budget.try_reserve((_ORDER + _PEAK_POINTS + 1) * evaluator.num_actions, cells // _CELLS):
             progress.record_skipped(least_us)
             return
@@ -171,7 +171,7 @@ def evaluators_by_devices(progress: Progress) -> Iterator[tuple[Evaluator, float
 
 def _simulate_all(progress: Progress, evaluator: Evaluator) -> bool:
     fitting = RecomputeFitter(evaluator)
-    if evaluator.num_cuts > progress.budget.affordable_partitions(evaluator) or not fitting.is_exhaustive:
+    if evaluator.num_partitions > progress.budget.affordable_partitions(evaluator) or not fitting.is_exhaustive:
         return False
     for block in all_cuts(evaluator):
         # More recomputation is never faster, so the least recomputation gives a lower bound.
@@ -242,7 +242,7 @@ class _DeviceBound(NamedTuple):
 
 def _enough_us(evaluator: Evaluator, bounds: Sequence[_DeviceBound]) -> float:
     # The smallest bound counts, and branch and bound rarely raises it if the linear programs are large.
-    if approximate_work(evaluator) < _LARGE_BOUND:
+    if linear_program_actions(evaluator) < _LARGE_BOUND:
         return inf
     return min((bound.least_us for bound in bounds), default=inf)
 
@@ -269,7 +269,7 @@ def _rows(evaluator: Evaluator) -> int:
     return _ROWS if evaluator.num_actions >= _LONG_STEP else ROWS
 
 
-def approximate_work(evaluator: Evaluator) -> int:
+def linear_program_actions(evaluator: Evaluator) -> int:
     """Estimate how many actions could be simulated in the time that it takes to solve the linear program."""
     # The time grows approximately with the square of the size.
     return approximate_num_constraints(evaluator) ** 2 // _ROWS_SQUARED
@@ -296,7 +296,7 @@ def solve_linear_program(
         enough_us: Step time above which the lower bound need not be raised, in microseconds.
     """
     budget = progress.budget
-    size, actions = approximate_num_constraints(evaluator), approximate_work(evaluator)
+    size, actions = approximate_num_constraints(evaluator), linear_program_actions(evaluator)
     most = min(_MOST_OF_BOUND, budget.left // _SHARE) if budget.is_bounded else _MOST_OF_BOUND_ALONE
     if evaluator.case.rules.balance is not None or actions > most or not starts or not is_installed("highspy"):
         return None
@@ -305,7 +305,7 @@ def solve_linear_program(
     search = BranchAndBound(LinearProgram(evaluator, starts[0], scale_us=scale_us))
     limit_s = _bound_limit_s(progress)
     upper_us = min(progress.step_to_beat_us, enough_us)
-    first = search.solve(upper_us=upper_us, most_iterations=_ITERATIONS * size, limit_s=limit_s)
+    first = search.solve_root(upper_us=upper_us, most_iterations=_ITERATIONS * size, limit_s=limit_s)
     return None if first is None else LinearBound(first, search)
 
 
@@ -342,7 +342,7 @@ def start_cuts(progress: Progress, evaluator: Evaluator) -> list[IntArray]:
     # These cuts come from a pipeline with one stage per device, whose memory is unlimited.
     roomy = Cluster(memory_bytes=(2**62,) * num_stages, link=case.cluster.link)
     single = replace(case, schedule=GPIPE, chunks=1, num_devices=num_stages, replicas=1, cluster=roomy)
-    problem = single.chain_problem(num_stages, width=evaluator.width, exact=True)
+    problem = single.chain_problem(num_stages, most_layers=evaluator.most_layers, exact=True)
     backward = {"backward": BoundKind(np.maximum, lambda stages: stages.backward)}
     cuts = PrefixBounds(problem, backward, deadline=progress.deadline).cuts_with_smallest_maximum("backward")
     starts += [] if cuts is None else [np.array(cuts)]

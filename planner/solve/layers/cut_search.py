@@ -35,7 +35,7 @@ _SOLVED = 600
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerCandidate(PartitionCandidate):
+class LayerRecomputeCandidate(PartitionCandidate):
     """Partition in a local search, in which stages may recompute some of their layers."""
 
     recomputed: tuple[tuple[int, ...], ...]
@@ -49,8 +49,8 @@ class LayerCandidate(PartitionCandidate):
 
 
 def simulate_candidates(
-    progress: Progress, evaluator: Evaluator, candidates: Sequence[LayerCandidate]
-) -> list[LayerCandidate]:
+    progress: Progress, evaluator: Evaluator, candidates: Sequence[LayerRecomputeCandidate]
+) -> list[LayerRecomputeCandidate]:
     """Simulate the candidates that fit into memory, and record the fastest one if it beats the best partition so far.
 
     Args:
@@ -88,7 +88,7 @@ def _fits(evaluator: Evaluator, partition: Partition) -> bool:
     )
 
 
-class CutAndLayerSearch(Descent[LayerCandidate]):
+class CutAndLayerSearch(Descent[LayerRecomputeCandidate]):
     """Local search over cuts and recomputed layers for one number of devices."""
 
     def __init__(self, progress: Progress, evaluator: Evaluator, devices: RecomputeSearch) -> None:
@@ -107,7 +107,7 @@ class CutAndLayerSearch(Descent[LayerCandidate]):
         """
         self.descend(self._starts(starts, initial), most_actions, most_restarts=_FRUITLESS if len(self.moves) else 0)
 
-    def evaluate(self, every_cuts: Sequence[IntArray]) -> list[LayerCandidate]:
+    def evaluate(self, every_cuts: Sequence[IntArray]) -> list[LayerRecomputeCandidate]:
         """Simulate partitions with the given cuts and the fastest recomputation found for each device."""
         return self._simulate(
             [
@@ -116,7 +116,7 @@ class CutAndLayerSearch(Descent[LayerCandidate]):
             ]
         )
 
-    def _starts(self, starts: Sequence[IntArray], initial: Partition | None) -> Iterator[LayerCandidate]:
+    def _starts(self, starts: Sequence[IntArray], initial: Partition | None) -> Iterator[LayerRecomputeCandidate]:
         if initial is not None:
             cuts, choices = cuts_and_choices(initial)
             devices = [
@@ -126,13 +126,13 @@ class CutAndLayerSearch(Descent[LayerCandidate]):
             least = [recomputations[0] for recomputations in self._recomputations(cuts)]
             yield min(
                 self._simulate([self._candidate_with(cuts, devices), self._candidate_with(cuts, least)]),
-                key=attrgetter("rank"),
+                key=attrgetter("sort_key"),
             )
         for cuts in starts:
             if self.evaluator.case.rules.allows(cuts[None])[0]:
                 yield self.evaluate([cuts])[0]
 
-    def pick_best(self, candidate: LayerCandidate, moves: IntArray) -> LayerCandidate:
+    def pick_best(self, candidate: LayerRecomputeCandidate, moves: IntArray) -> LayerRecomputeCandidate:
         cuts = candidate.cuts + self.moves[moves]
         if candidate.excess_bytes > 0:
             self.progress.budget.spent += self.evaluator.num_actions
@@ -143,9 +143,9 @@ class CutAndLayerSearch(Descent[LayerCandidate]):
             layers_us: FloatArray = before[cuts[:, 1:]] - before[cuts[:, :-1]]
             choices = np.full(layers_us.shape, LAYERS)
             order = np.argsort(self.progress.simulate(self.evaluator, cuts, choices, layers_us), kind="stable")
-        return min(self.evaluate(list(cuts[order[:_MOST_PICKED]])), key=attrgetter("rank"))
+        return min(self.evaluate(list(cuts[order[:_MOST_PICKED]])), key=attrgetter("sort_key"))
 
-    def other_recomputations(self, candidate: LayerCandidate) -> Iterator[LayerCandidate]:
+    def other_recomputations(self, candidate: LayerRecomputeCandidate) -> Iterator[LayerRecomputeCandidate]:
         changed = [
             self._with_recomputation(candidate, list(self.evaluator.stages_by_device[device]), recomputation)
             for device, recomputations in enumerate(list(self._recomputations(candidate.cuts)))
@@ -157,20 +157,20 @@ class CutAndLayerSearch(Descent[LayerCandidate]):
             if each.recomputed != candidate.recomputed or (each.choices != candidate.choices).any()
         ]
         if others:
-            yield min(self._simulate(others), key=attrgetter("rank"))
+            yield min(self._simulate(others), key=attrgetter("sort_key"))
 
-    def perturb(self, candidate: LayerCandidate) -> LayerCandidate:
+    def perturb(self, candidate: LayerRecomputeCandidate) -> LayerRecomputeCandidate:
         return self.evaluate([self.random_cuts(candidate.cuts)])[0]
 
-    def _is_recomputed(self, candidate: LayerCandidate) -> BoolArray:
+    def _is_recomputed(self, candidate: LayerRecomputeCandidate) -> BoolArray:
         whole = (candidate.choices > 0) & (candidate.choices != LAYERS)
         is_recomputed = np.repeat(whole, np.diff(candidate.cuts))
         is_recomputed[[layer for layers in candidate.recomputed for layer in layers]] = True
         return is_recomputed
 
     def _with_recomputation(
-        self, candidate: LayerCandidate, chunks: list[int], recomputation: Recomputation
-    ) -> LayerCandidate:
+        self, candidate: LayerRecomputeCandidate, chunks: list[int], recomputation: Recomputation
+    ) -> LayerRecomputeCandidate:
         choices, layers_us = candidate.choices.copy(), candidate.layers_us.copy()
         recomputed = list(candidate.recomputed)
         choices[chunks], layers_us[chunks] = recomputation.choices, recomputation.layers_us
@@ -178,9 +178,9 @@ class CutAndLayerSearch(Descent[LayerCandidate]):
             recomputed[s] = layers
         return replace(candidate, choices=choices, layers_us=layers_us, recomputed=tuple(recomputed))
 
-    def _candidate_with(self, cuts: IntArray, devices: Sequence[Recomputation]) -> LayerCandidate:
+    def _candidate_with(self, cuts: IntArray, devices: Sequence[Recomputation]) -> LayerRecomputeCandidate:
         num = self.evaluator.num_stages
-        candidate = LayerCandidate(
+        candidate = LayerRecomputeCandidate(
             cuts=cuts,
             choices=np.zeros(num, dtype=np.int64),
             recomputed=((),) * num,
@@ -199,6 +199,6 @@ class CutAndLayerSearch(Descent[LayerCandidate]):
             yield self._devices.recomputations(device, cuts)
             self.progress.budget.spent += _SOLVED * (self._devices.num_solved - before)
 
-    def _simulate(self, candidates: Sequence[LayerCandidate]) -> list[LayerCandidate]:
+    def _simulate(self, candidates: Sequence[LayerRecomputeCandidate]) -> list[LayerRecomputeCandidate]:
         self.progress.budget.spent += BATCH
         return simulate_candidates(self.progress, self.evaluator, candidates)

@@ -131,7 +131,7 @@ class RecomputeSearch:
         whole = {n: evaluator.stage_bytes(cuts[None], np.full((1, evaluator.num_stages), n)) for n in evaluator.allowed}
         chunks = []
         for place, s in enumerate(stages):
-            counts = evaluator.peak_counts[device][:, place]
+            counts = evaluator.peak_allocation_counts[device][:, place]
             shared_here = SharedBytes(*(item[:, s : s + 1] for item in shared))
             stage = self._stage(int(cuts[s]), int(cuts[s + 1]))
             chunk = _Chunk(stage, stage.by_layers.without(shared_here, exact=costs.exact), counts)

@@ -25,7 +25,7 @@ from planner.solve.chain.gpipe import DYNAMIC_PROGRAMMING, TableWidth, gpipe_sea
 from planner.solve.chain.recurrences import OneForwardOneBackwardRecurrence
 from planner.solve.chunks.search import actions_per_descent
 from planner.solve.deadline import NEVER, Deadline, OutOfTimeError
-from planner.solve.layers.cut_search import CutAndLayerSearch, LayerCandidate, simulate_candidates
+from planner.solve.layers.cut_search import CutAndLayerSearch, LayerRecomputeCandidate, simulate_candidates
 from planner.solve.layers.devices import RecomputeSearch
 from planner.solve.layers.stage_times import RecomputeTimes
 from planner.solve.progress import BLOCK, Progress
@@ -63,7 +63,7 @@ def search_gpipe_by_layers(case: Case, *, upper_us: float = np.inf, deadline: De
     table_width.widen(upper_us)
     try:
         for _ in range(_ROUNDS_OF_GPIPE):
-            cuts = _best_cuts(case, table_width.width, upper_us, deadline)
+            cuts = _best_cuts(case, table_width.most_layers, upper_us, deadline)
             candidate = None if cuts is None else _solve_layers(case, layers, cuts, deadline)
             partition = None if candidate is None else candidate.partition(case)
             time_us = np.inf if partition is None else Evaluation(case.costs, partition, case.cluster).step_us
@@ -81,9 +81,9 @@ def search_gpipe_by_layers(case: Case, *, upper_us: float = np.inf, deadline: De
     return Answer(case, best, np.inf if best is None else upper_us, min(bound_us, upper_us), DYNAMIC_PROGRAMMING)
 
 
-def _best_cuts(case: Case, width: int, upper_us: float, deadline: Deadline) -> ChainCuts | None:
+def _best_cuts(case: Case, most_layers: int, upper_us: float, deadline: Deadline) -> ChainCuts | None:
     best: ChainCuts | None = None
-    for search in gpipe_searches(case, width, deadline):
+    for search in gpipe_searches(case, most_layers, deadline):
         best = search.find_best(upper_us=best.step_us if best is not None else upper_us) or best
     return best
 
@@ -119,12 +119,12 @@ class _StageCountSearch:
         table_width = TableWidth(case)
         # The lower bound covers stages in the tables only, so the tables must have all stages of faster plans.
         while table_width.widen(progress.upper_us):
-            cells = self._evaluator.num_stages * (case.costs.num_layers + 1) * table_width.width
+            cells = self._evaluator.num_stages * (case.costs.num_layers + 1) * table_width.most_layers
             if not budget.try_reserve((_ORDER + 1) * self._evaluator.num_actions, cells // _CELLS):
                 self._cuts.search([], actions_per_descent(progress, self._evaluator), initial)
                 progress.record_skipped(max(progress.case.least_step_us(self._evaluator.num_stages), case.bound_us))
                 return False
-            least, search = self._least(table_width.width)
+            least, search = self._least(table_width.most_layers)
             if least is None:
                 continue
             is_open = least.step_us < progress.upper_us * (1 - 1e-9)
@@ -139,18 +139,18 @@ class _StageCountSearch:
                 progress.record_skipped(least.step_us)
         return True
 
-    def _least(self, width: int) -> tuple[ChainCuts | None, CutDynamicProgram]:
+    def _least(self, most_layers: int) -> tuple[ChainCuts | None, CutDynamicProgram]:
         least: ChainCuts | None = None
         for _ in range(_FEW_ROUNDS if self._progress.budget.is_bounded else _ROUNDS):
-            problem = self._case.chain_problem(self._evaluator.num_stages, width=width, exact=True)
+            problem = self._case.chain_problem(self._evaluator.num_stages, most_layers=most_layers, exact=True)
             search = CutDynamicProgram(problem, self._recurrence, deadline=self._progress.deadline)
             least = search.find_best(upper_us=self._progress.upper_us)
-            solved = self._layers.num_exact
+            solved = self._layers.num_solved_stages
             if least is None:
                 break
             candidate = _solve_layers(self._case, self._layers, least, self._progress.deadline)
             simulate_candidates(self._progress, self._evaluator, [candidate] if candidate else [])
-            if self._layers.num_exact == solved:
+            if self._layers.num_solved_stages == solved:
                 break
         return least, search
 
@@ -175,7 +175,9 @@ class _StageCountSearch:
         return are_all
 
 
-def _solve_layers(case: Case, layers: RecomputeTimes, cuts: ChainCuts, deadline: Deadline) -> LayerCandidate | None:
+def _solve_layers(
+    case: Case, layers: RecomputeTimes, cuts: ChainCuts, deadline: Deadline
+) -> LayerRecomputeCandidate | None:
     choices = np.array(cuts.choices)
     recomputed: list[tuple[int, ...]] = [()] * len(choices)
     layers_us = np.zeros(len(choices))
@@ -187,4 +189,6 @@ def _solve_layers(case: Case, layers: RecomputeTimes, cuts: ChainCuts, deadline:
             return None
         recomputed[k], layers_us[k] = solved.recomputed, solved.recompute_us
         choices[k] = LAYERS if solved.recomputed else 0
-    return LayerCandidate(cuts=np.array(cuts.cuts), choices=choices, recomputed=tuple(recomputed), layers_us=layers_us)
+    return LayerRecomputeCandidate(
+        cuts=np.array(cuts.cuts), choices=choices, recomputed=tuple(recomputed), layers_us=layers_us
+    )

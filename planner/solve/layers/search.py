@@ -24,7 +24,7 @@ from planner.solve.deadline import NEVER, Deadline
 from planner.solve.layers.cut_search import CutAndLayerSearch
 from planner.solve.layers.devices import RecomputeSearch
 from planner.solve.layers.joint import search_gpipe_by_layers, search_one_forward_one_backward_by_layers
-from planner.solve.progress import Progress, simulated_answer
+from planner.solve.progress import Progress, run_limited_search
 from planner.solve.space.case import Case
 from planner.solve.space.partitions import Evaluator
 from planner.solve.space.tables import max_stage_layers
@@ -57,7 +57,7 @@ def search_layer_recomputation(
     elif case.schedule.is_one_forward_one_backward:
         search = search_one_forward_one_backward_by_layers
     initial = None if by_stage is None else by_stage.partition
-    return simulated_answer(partial(search, initial=initial), case, upper_us=upper_us, deadline=deadline)
+    return run_limited_search(partial(search, initial=initial), case, upper_us=upper_us, deadline=deadline)
 
 
 def _search_devices(progress: Progress, initial: Partition | None) -> None:
@@ -69,23 +69,28 @@ def _search_devices(progress: Progress, initial: Partition | None) -> None:
 def _surely_fits_without_recomputation(case: Case, upper_us: float) -> bool:
     if case.schedule.needs_search:
         return False
-    width = max_stage_layers(case.costs, longest_us=case.longest_stage_us(upper_us), limit_bytes=inf)
+    most_layers = max_stage_layers(case.costs, longest_us=case.stage_time_limit_us(upper_us), limit_bytes=inf)
     if case.schedule.has_known_peak_points:
-        return case.memory_table(width, case.num_devices - 1).most_bytes() <= min(case.limits_bytes)
+        return case.memory_table(most_layers, case.num_devices - 1).most_bytes_without_recompute() <= min(
+            case.limits_bytes
+        )
     # Every chunk is assumed to be the largest possible stage, so the result may be False although all plans fit.
     counts = [n for n in range(1, case.num_devices + 1) if case.least_step_us(n) < upper_us]
-    return all(_holds_all(Evaluator(case, num_devices), width) for num_devices in counts)
+    return all(_holds_all(Evaluator(case, num_devices), most_layers) for num_devices in counts)
 
 
-def _holds_all(evaluator: Evaluator, width: int) -> bool:
+def _holds_all(evaluator: Evaluator, most_layers: int) -> bool:
     if not evaluator.can_run:
         return True
-    if width > evaluator.width:
+    if most_layers > evaluator.most_layers:
         return False
     most_bytes = np.where(
         np.isfinite(evaluator.stage_allocation_bytes[0]), evaluator.stage_allocation_bytes[0], 0.0
     ).max(axis=(0, 1))
-    held = [float((most_bytes[0] + counts @ most_bytes[1:]).sum(axis=1).max()) for counts in evaluator.peak_counts]
+    held = [
+        float((most_bytes[0] + counts @ most_bytes[1:]).sum(axis=1).max())
+        for counts in evaluator.peak_allocation_counts
+    ]
     return all(most <= limit for most, limit in zip(held, evaluator.case.limits_bytes, strict=False))
 
 
@@ -117,7 +122,7 @@ def _search(progress: Progress, evaluator: Evaluator, least_us: float, initial: 
 
 def _simulate_all(progress: Progress, evaluator: Evaluator, search: CutAndLayerSearch) -> float:
     budget = progress.budget
-    if evaluator.num_cuts > budget.affordable_partitions(evaluator):
+    if evaluator.num_partitions > budget.affordable_partitions(evaluator):
         return 0.0
     ends = budget.spent + max(0, budget.left) // _SHARE
     step_us, cuts = _partitions_that_need_recomputation(progress, evaluator)

@@ -37,24 +37,24 @@ class RecomputeTimes:
         self._exact: dict[_DeviceKey, dict[tuple[int, int], LayerChoice | None]] = {}
 
     @property
-    def num_exact(self) -> int:
+    def num_solved_stages(self) -> int:
         """Number of stages that `solve_stage` has solved so far."""
         return sum(map(len, self._exact.values()))
 
-    def table(self, width: int, limit_bytes: float, points: PeakPoints) -> FloatArray:
+    def table(self, most_layers: int, limit_bytes: float, points: PeakPoints) -> FloatArray:
         """Return lower bounds of the recomputation time of each stage; infinite if the stage never fits.
 
-        Entry [end, width - n] is for the stage of the n layers before layer `end`.
+        Entry [end, most_layers - n] is for the stage of the n layers before layer `end`.
 
         Args:
-            width: Number of layers of the longest stage.
+            most_layers: Number of layers of the longest stage.
             limit_bytes: Memory limit of the device minus its reserve, in bytes.
             points: Points in the step at which the memory of the device may peak.
         """
         device = _DeviceKey(limit_bytes, points.in_flight)
         table = self._tables.get(device)
-        if table is None or table.shape[1] != width:
-            table = np.full((self._costs.num_layers + 1, width), np.inf)
+        if table is None or table.shape[1] != most_layers:
+            table = np.full((self._costs.num_layers + 1, most_layers), np.inf)
             fill_stage_tables(
                 [table],
                 lambda firsts, stop: [least_recompute_us(self._costs, firsts, stop, points, limit_bytes=limit_bytes)],

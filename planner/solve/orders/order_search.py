@@ -27,7 +27,7 @@ from planner.solve.orders.list_scheduling import (
     split_backwards,
 )
 from planner.solve.orders.order_problem import OrderProblem
-from planner.solve.orders.period_bound import StageTimeBounds, least_windows_us
+from planner.solve.orders.period_bound import StageTimeBounds, least_device_spans_us
 
 Rows = tuple[tuple[Action, ...], ...]
 _Rows = Sequence[Sequence[Act]]
@@ -85,7 +85,7 @@ class OrderSearch:
         self._problem, self._fits, self._known_orders = problem, fits, known_orders
         later = tuple(float(len(problem.times) - s) for s in range(len(problem.times)))
         self._shapes = _in_flight_per_round_trip(problem), later, _forwards_per_round_trip(problem)
-        self._least_us = least_period_us(problem) * (1 + 1e-9)
+        self._least_us = estimated_least_period_us(problem) * (1 + 1e-9)
         self.best: SimulatedOrder | None = None
         self._is_exact = False
         """True if only the exact memory model limits memory. The search then continues only from orders that fit."""
@@ -132,7 +132,7 @@ class OrderSearch:
             return self.search(most_actions)
         return self._improve_exactly(rows, most_actions, _LOOKAHEAD[0])
 
-    def improve_strictly(self, rows: Rows, most_actions: int) -> SimulatedOrder | None:
+    def improve_without_lookahead(self, rows: Rows, most_actions: int) -> SimulatedOrder | None:
         """Improve the action orders `rows` like `improve`, but let no device run an action before its turn.
 
         With `improve`, a device can run a later action while its next action has to wait. The later action often
@@ -159,7 +159,7 @@ class OrderSearch:
         # Change the order or the rules step by step, and at first also accept slightly slower orders.
         # Source: threshold accepting, Dueck and Scheuer 1990 (doi:10.1016/0021-9991(90)90201-B).
         rng = random.Random(0)  # noqa: S311 - a fixed seed: the same plan every time
-        whole, merges = most_actions - self.spent, not is_split_backward_free(self._problem)
+        whole, merges = most_actions - self.spent, not is_split_backward_costless(self._problem)
         while self.spent < most_actions and not self._is_proven():
             is_by_rules = not self._is_exact and rng.random() < _RULES_SHARE
             changed = _change_rules(rules, rng) if is_by_rules else rules
@@ -255,7 +255,7 @@ class _Tuning(NamedTuple):
     later_first: bool = True
 
 
-def least_period_us(problem: OrderProblem) -> float:
+def estimated_least_period_us(problem: OrderProblem) -> float:
     """Return an estimate of the least step time. It is not a bound, because the memory of stages is approximate."""
 
     def each(name: str) -> FloatArray:
@@ -271,8 +271,8 @@ def least_period_us(problem: OrderProblem) -> float:
         (limit - f.always) / max(f.held, 1e-9) for limit, f in zip(problem.limits_bytes, footprints, strict=True)
     ]
     most_in_flight = np.clip(np.floor(np.array([fitting]) + 1e-9), 1.0, problem.micro_batches)
-    windows_us = least_windows_us(times, problem.stages_by_device, problem.micro_batches, most_in_flight)
-    return float((windows_us + np.array(problem.between_steps_us)).max())
+    spans_us = least_device_spans_us(times, problem.stages_by_device, problem.micro_batches, most_in_flight)
+    return float((spans_us + np.array(problem.between_steps_us)).max())
 
 
 def _round_trip_us(times: Sequence[StageTimes], stage: int) -> float:
@@ -315,7 +315,7 @@ def _change_rules(rules: DispatchRules, rng: random.Random) -> DispatchRules:
     return replace(rules, most_waiting=most)
 
 
-def is_split_backward_free(problem: OrderProblem) -> bool:
+def is_split_backward_costless(problem: OrderProblem) -> bool:
     """Return True if, on every stage, a split backward (I and W) takes no longer than a whole backward (B)."""
     split_backward = ((t.input_backward_us + t.weight_backward_us, t.backward_us) for t in problem.times)
     return all(both_us <= whole_us * (1 + 1e-9) for both_us, whole_us in split_backward)

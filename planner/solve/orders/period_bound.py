@@ -5,27 +5,27 @@
     P       least time from the start of a forward of f to the end of the input gradient of the same micro-batch
     a       least time from the start of the device's first action until it can run anything but forwards of f
     n       largest number of micro-batches in flight on f that the device's memory allows
-    window  time from a device's first action to the end of its last action
+    span    time from a device's first action to the end of its last action
 
 A device computes all of its work. During the time a, it runs at most n forwards of f, and is idle otherwise:
 
-    window >= work + max(0, a - n F)
+    span >= work + max(0, a - n F)
 
 Each of the M micro-batches is in flight on f for at least P, and at most n are in flight at once. The micro-batches can
 therefore be put into n slots, so that those in one slot are in flight one after the other. Some slot has at least
 ceil(M / n) micro-batches:
 
-    window >= ceil(M / n) P + rest of a backward of f after its input gradient
+    span >= ceil(M / n) P + rest of a backward of f after its input gradient
 
 Let g, h, … be stages after f, all on one other device. Between the first forward and the last backward of f, this
-device runs all forwards and input gradients of g, h, …. So the window of f's device has another bound:
+device runs all forwards and input gradients of g, h, …. So the span of f's device has another bound:
 
-    window >= t + M (sum of F + G over g, h, …) + b + last backward of f
+    span >= t + M (sum of F + G over g, h, …) + b + last backward of f
 
     t       time of one micro-batch to g: forwards of f and of the stages before g, and their transfers
     b       time of one micro-batch from g back to f: input gradients of the stages between, and transfers
 
-These bounds hold for any order of micro-batches, and for split and whole backwards. A device's window, all-reduces and
+These bounds hold for any order of micro-batches, and for split and whole backwards. A device's span, all-reduces and
 optimizer step together are a lower bound of the step time of a partition.
 """
 
@@ -98,7 +98,7 @@ class StageTimeBounds:
         )
 
 
-def least_windows_us(
+def least_device_spans_us(
     times: StageTimeBounds,
     chunks: Sequence[Sequence[int]],
     micro_batches: int,
@@ -127,7 +127,7 @@ def least_windows_us(
     forth = _prefix_sums(times.forward_us + sends)
     later_gradient_us = times.gradient_us if later_gradient_us is None else later_gradient_us
     back = _prefix_sums(later_gradient_us + sends)
-    windows = np.zeros(most_in_flight.shape)
+    spans = np.zeros(most_in_flight.shape)
     for device, stages in enumerate(chunks):
         first, n = stages[0], most_in_flight[:, device]
         gradient_us = times.gradient_us[:, first]
@@ -147,8 +147,8 @@ def least_windows_us(
                 way_us = way_us + back[:, later[0]] - back[:, first + 1]
                 all_us = micro_batches * (times.forward_us + later_gradient_us)[:, later].sum(axis=1)
                 least_us = np.maximum(least_us, way_us + all_us + times.backward_us[:, first])
-        windows[:, device] = least_us
-    return windows
+        spans[:, device] = least_us
+    return spans
 
 
 def least_round_trip_us(case: Case) -> float:
@@ -167,8 +167,8 @@ def lower_bound_of_all_cuts_us(evaluator: Evaluator, upper_us: float, most_actio
         upper_us: Known step time; the bound need not be larger.
         most_actions: Limit on the computing time, as the number of actions that can be simulated in this time.
     """
-    num_cuts = evaluator.num_cuts
-    if num_cuts > _MOST_CUTS or num_cuts * evaluator.num_stages > _CELLS * most_actions:
+    num_partitions = evaluator.num_partitions
+    if num_partitions > _MOST_CUTS or num_partitions * evaluator.num_stages > _CELLS * most_actions:
         return 0.0
     least_us = upper_us
     for cuts in all_cuts(evaluator):
@@ -185,14 +185,14 @@ def _least_us(evaluator: Evaluator, cuts: IntArray, upper_us: float) -> float:
         return upper_us
     stages = [_StageBounds.of(evaluator, cuts, choice) for choice in evaluator.allowed]
     gradient_us = stages[0].times.gradient_us
-    windows = np.full((len(cuts), evaluator.num_devices), inf)
+    spans = np.full((len(cuts), evaluator.num_devices), inf)
     for stage_bounds in _combinations(evaluator, stages):
         most_in_flight = stage_bounds.most_in_flight(evaluator)
         chunks, num = evaluator.stages_by_device, evaluator.case.micro_batches
         most = np.maximum(most_in_flight, 1.0)
-        least = least_windows_us(stage_bounds.times, chunks, num, most, later_gradient_us=gradient_us)
-        windows = np.minimum(windows, np.where(most_in_flight > 0, least, inf))
-    return min(upper_us, float((windows + stages[0].between_steps_us).max(axis=1).min()))
+        least = least_device_spans_us(stage_bounds.times, chunks, num, most, later_gradient_us=gradient_us)
+        spans = np.minimum(spans, np.where(most_in_flight > 0, least, inf))
+    return min(upper_us, float((spans + stages[0].between_steps_us).max(axis=1).min()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,9 +23,9 @@ from planner.solve.chunks.cut_search import CutSearch
 from planner.solve.chunks.search import start_cuts
 from planner.solve.deadline import NEVER, Deadline
 from planner.solve.orders.order_problem import OrderProblem, approximate_stage_memory
-from planner.solve.orders.order_search import OrderSearch, SimulatedOrder, is_split_backward_free
+from planner.solve.orders.order_search import OrderSearch, SimulatedOrder, is_split_backward_costless
 from planner.solve.orders.period_bound import least_round_trip_us, lower_bound_of_all_cuts_us
-from planner.solve.progress import Progress, simulated_answer
+from planner.solve.progress import Progress, run_limited_search
 from planner.solve.space.case import Case, cuts_and_choices
 from planner.solve.space.partitions import Evaluator
 
@@ -60,7 +60,7 @@ def search_orders(
         deadline: Limits on time and on simulated actions.
         start: Partition to improve; None to search from several partitions.
     """
-    return simulated_answer(partial(_search_all, start=start), case, upper_us=upper_us, deadline=deadline)
+    return run_limited_search(partial(_search_all, start=start), case, upper_us=upper_us, deadline=deadline)
 
 
 def _search_all(progress: Progress, start: Partition | None) -> None:
@@ -74,11 +74,11 @@ def _search_all(progress: Progress, start: Partition | None) -> None:
             progress.record_skipped(least_us)
             return
         evaluator = Evaluator(case, num_devices)
-        if evaluator.has_layers and start is not None:
+        if evaluator.has_enough_layers and start is not None:
             if start.num_devices == num_devices:
                 _JointSearch(progress, evaluator).improve(start)
             progress.record_skipped(least_us)
-        elif evaluator.has_layers:
+        elif evaluator.has_enough_layers:
             _JointSearch(progress, evaluator).search()
             of_all_us = lower_bound_of_all_cuts_us(evaluator, progress.upper_us, progress.budget.spent // _OF_BOUND)
             progress.record_skipped(max(least_us, of_all_us))
@@ -154,7 +154,7 @@ class _JointSearch:
         problem = _order_problem(self._evaluator, cuts, choices, is_whole=self._kinds[0])
         search = OrderSearch(problem, partial(self._evaluator.fits, cuts, choices))
         budget = self._progress.budget
-        order = search.improve_strictly(best.actions(), budget.spent // _STRICT_SHARE)
+        order = search.improve_without_lookahead(best.actions(), budget.spent // _STRICT_SHARE)
         budget.spent += search.spent
         if order is not None:
             under_order = self._evaluator.with_schedule(ListedSchedule(order.rows))
@@ -168,7 +168,7 @@ class _JointSearch:
         best: SimulatedOrder | None = None
         for is_whole in self._kinds:
             problem = _order_problem(evaluator, partition[0], partition[1], is_whole=is_whole)
-            if is_whole and best is not None and is_split_backward_free(problem):
+            if is_whole and best is not None and is_split_backward_costless(problem):
                 break
             search = OrderSearch(problem, fits, self._known_orders)
             most = max(0, budget.left) // self._order_share

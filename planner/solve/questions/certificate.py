@@ -98,12 +98,12 @@ def _contradiction(now: Plan, best: Plan) -> str:
 def _frontier(written: Plan, now: Plan, profile: Profile) -> tuple[str, bool]:
     if not written.frontier:
         return "", False
-    from planner.solve.methods import lacks_bound  # noqa: PLC0415 - few plans have a frontier
+    from planner.solve.methods import lacks_highs  # noqa: PLC0415 - few plans have a frontier
     from planner.solve.questions.insight import frontier_of  # noqa: PLC0415 - few plans have a frontier
 
     fixed = now.micro_batches if len(written.frontier) == 1 else None
     request = Request.of_plan(now, micro_batches=fixed, time_limit_s=_TIME_LIMIT_S)
-    if lacks_bound(request.schedules):
+    if lacks_highs(request.schedules):
         return "highspy is not installed, without which other plans may be found", True
     try:
         points = {(p.replicas, p.micro_batches): p for p in frontier_of(profile, request, now)}

@@ -17,7 +17,7 @@ _SHORT_ACTIONS: Final = 60_000
 """Number of actions that a short search simulates per schedule. This takes at most some tenths of a second."""
 
 
-def memory_trade_off(
+def figures_by_schedule(
     profile: Profile,
     plan: Plan,
     *,

@@ -17,7 +17,7 @@ from planner.core.cost.stage_time import CHOICES, LAYERS, ChainSums
 from planner.core.schedule import ComputeTimeBounds, Schedule
 from planner.core.values.cluster import Cluster
 from planner.core.values.plan import RecomputePolicy
-from planner.solve.space.problem import ChainProblem, DeviceTable, LinkTimes
+from planner.solve.space.problem import ChainProblem, LinkTimes, StageChoiceTable
 from planner.solve.space.tables import NO_CHOICE, MemoryTable
 
 
@@ -175,14 +175,14 @@ class Case:
         speeds = sum(self.cluster.speed(d) for d in range(self.num_devices))
         return max(float(times.max(initial=0.0)) / self.highest_speed, float(times.sum()) / speeds)
 
-    def longest_stage_us(self, upper_us: float) -> float:
+    def stage_time_limit_us(self, upper_us: float) -> float:
         """Return an upper bound of the forward plus backward time of a stage in plans faster than `upper_us`.
 
         The time is for the profiled device.
         """
         if not np.isfinite(upper_us):
             return np.inf
-        return self.schedule.longest_stage_us(upper_us, self.work_us, self.micro_batches) * self.highest_speed
+        return self.schedule.stage_time_limit_us(upper_us, self.work_us, self.micro_batches) * self.highest_speed
 
     def least_step_us(self, num_stages: int) -> float:
         """Return a lower bound of the step time with `num_stages` stages. It never increases with more stages."""
@@ -195,17 +195,21 @@ class Case:
         """Return the points in the step at which a stage with `num_later` later stages may need most memory."""
         return stage_peak_points(self.schedule, micro_batches=self.micro_batches, num_later=num_later)
 
-    def memory_table(self, width: int, num_later: int) -> MemoryTable:
-        """Return the peak memory of every stage of at most `width` layers that has `num_later` later stages."""
+    def memory_table(self, most_layers: int, num_later: int) -> MemoryTable:
+        """Return the peak memory of every stage of at most `most_layers` layers that has `num_later` later stages."""
         points = self.peak_points(num_later)
-        key = width, points.in_flight
+        key = most_layers, points.in_flight
         if key not in self._memory:
-            wider = [table for (_, count), table in self._memory.items() if count == key[1] and table.width > width]
+            wider = [
+                table
+                for (_, count), table in self._memory.items()
+                if count == key[1] and table.most_layers > most_layers
+            ]
             if wider:
-                self._memory[key] = wider[0].narrowed(width)
+                self._memory[key] = wider[0].narrowed(most_layers)
                 return self._memory[key]
-            table = MemoryTable.of(self.costs, points, width=width, policy=self.policy)
-            if any(width != other for other, _ in self._memory):
+            table = MemoryTable.of(self.costs, points, most_layers=most_layers, policy=self.policy)
+            if any(most_layers != other for other, _ in self._memory):
                 self._memory.clear()  # Tables only widen during a search, so narrower tables are not needed again.
             self._memory[key] = table
         return self._memory[key]
@@ -214,7 +218,7 @@ class Case:
         self,
         num_stages: int,
         *,
-        width: int,
+        most_layers: int,
         most_bytes: float = np.inf,
         every_choice: bool = False,
         exact: bool = False,
@@ -223,7 +227,7 @@ class Case:
 
         Args:
             num_stages: Largest number of stages if all devices and links are equal, else the exact number.
-            width: Number of layers of the longest stage to consider.
+            most_layers: Number of layers of the longest stage to consider.
             most_bytes: Peak memory that no device may exceed, in bytes, in addition to its own memory limit.
             every_choice: True to list each stage with every recompute choice that fits, and its peak memory; False to
                 list each stage with the fastest choice that fits.
@@ -233,34 +237,35 @@ class Case:
             num_stages=num_stages,
             exact=exact or not self.is_homogeneous,
             sums=self.sums,
-            tables=self._tables(num_stages, width, most_bytes, every_choice=every_choice),
+            tables=self._tables(num_stages, most_layers, most_bytes, every_choice=every_choice),
             links=self._links(num_stages),
         )
 
     def _tables(
-        self, num_stages: int, width: int, most_bytes: float, *, every_choice: bool
-    ) -> tuple[tuple[DeviceTable, ...], ...]:
-        variants: dict[tuple[float, float, int], tuple[DeviceTable, ...]] = {}
+        self, num_stages: int, most_layers: int, most_bytes: float, *, every_choice: bool
+    ) -> tuple[tuple[StageChoiceTable, ...], ...]:
+        variants: dict[tuple[float, float, int], tuple[StageChoiceTable, ...]] = {}
         tables = []
         ends = np.arange(self.costs.num_layers + 1)[:, None]
-        forbidden = self.rules.forbids(ends + np.arange(-width, 0), ends)
+        forbidden = self.rules.forbids(ends + np.arange(-most_layers, 0), ends)
         # Under 1F1B the first stage needs most memory. If every stage fits as first stage, all levels share one table.
-        hardest = self.memory_table(width, num_stages - 1)
+        hardest = self.memory_table(most_layers, num_stages - 1)
         easy = (
             self.is_homogeneous
-            and min(self.limits_bytes[0], most_bytes - self.cluster.reserve_bytes) >= hardest.most_bytes()
+            and min(self.limits_bytes[0], most_bytes - self.cluster.reserve_bytes)
+            >= hardest.most_bytes_without_recompute()
         )
         for num_later in range(num_stages):
             device = 0 if self.is_homogeneous else num_stages - 1 - num_later
             limit = min(self.limits_bytes[device], most_bytes - self.cluster.reserve_bytes)
-            memory = hardest if easy else self.memory_table(width, num_later)
+            memory = hardest if easy else self.memory_table(most_layers, num_later)
             key = (limit, self.cluster.speed(device), id(memory))
             if key not in variants:
                 # If every stage fits without recomputation, no layer needs it either.
                 layers_us = (
                     None
                     if easy or not self.least_recompute_us
-                    else self.least_recompute_us(width, limit, self.peak_points(num_later))
+                    else self.least_recompute_us(most_layers, limit, self.peak_points(num_later))
                 )
                 variants[key] = self._device_tables(
                     memory,
@@ -282,20 +287,20 @@ class Case:
         *,
         every_choice: bool,
         recompute_us: FloatArray | None,
-    ) -> tuple[DeviceTable, ...]:
+    ) -> tuple[StageChoiceTable, ...]:
         if not every_choice:
             choice = memory.choices(limit)
             choice[forbidden] = NO_CHOICE
-            variants = [DeviceTable(speed=speed, choice=choice)]
+            variants = [StageChoiceTable(speed=speed, choice=choice)]
             if recompute_us is not None:
                 some = np.where(np.isfinite(recompute_us) & (choice != 0) & ~forbidden, LAYERS, NO_CHOICE)
-                variants.append(DeviceTable(speed=speed, choice=some.astype(np.int8), recompute_us=recompute_us))
+                variants.append(StageChoiceTable(speed=speed, choice=some.astype(np.int8), recompute_us=recompute_us))
             return tuple(variants)
         variants = []
         for n, totals in memory.totals.items():
             fits = (totals <= limit) & ~forbidden
             choice = np.where(fits, n, NO_CHOICE).astype(np.int8)
-            variants.append(DeviceTable(speed=speed, choice=choice, bytes=totals + self.cluster.reserve_bytes))
+            variants.append(StageChoiceTable(speed=speed, choice=choice, bytes=totals + self.cluster.reserve_bytes))
         return tuple(variants)
 
     def _links(self, num_stages: int) -> tuple[LinkTimes, ...]:

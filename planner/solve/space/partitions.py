@@ -51,7 +51,7 @@ class Evaluator:
     Cuts have shape (partitions, stages + 1). Recompute choices are indices into `CHOICES`, shape (partitions, stages).
     """
 
-    def __init__(self, case: Case, num_devices: int, *, width: int | None = None) -> None:
+    def __init__(self, case: Case, num_devices: int, *, most_layers: int | None = None) -> None:
         self.case = case
         self.num_devices = num_devices
         self.num_stages = num_devices * case.chunks
@@ -73,7 +73,7 @@ class Evaluator:
         self.allowed = allowed_choices(case.policy, case.micro_batches)
         """Allowed recompute choices: indices into `CHOICES`, fastest first."""
         share = -(-case.costs.num_layers // self.num_stages)
-        self.width = width or min(case.costs.num_layers, _WIDEST * share)
+        self.most_layers = most_layers or min(case.costs.num_layers, _WIDEST * share)
         """Number of layers of the longest stage in the memory tables."""
 
     @property
@@ -82,13 +82,13 @@ class Evaluator:
         return (3 if self.case.schedule.splits_backward else 2) * self.case.micro_batches * self.num_stages
 
     @property
-    def has_layers(self) -> bool:
+    def has_enough_layers(self) -> bool:
         """Return True if the layers can be divided into `num_stages` stages."""
         balance = self.case.rules.balance
         return self.case.costs.num_layers >= self.num_stages and (not balance or len(balance) == self.num_stages)
 
     @property
-    def num_cuts(self) -> int:
+    def num_partitions(self) -> int:
         """Number of ways to divide the layers into `num_stages` stages; 1 if the cuts are fixed."""
         return 1 if self.case.rules.balance is not None else comb(self.case.costs.num_layers - 1, self.num_stages - 1)
 
@@ -96,7 +96,7 @@ class Evaluator:
     def can_run(self) -> bool:
         """Return True if the schedule supports this number of devices, and there are enough layers for all stages."""
         with suppress(UsageError):
-            return self.has_layers and bool(self.actions)
+            return self.has_enough_layers and bool(self.actions)
         return False
 
     @cached_property
@@ -113,7 +113,7 @@ class Evaluator:
         """Return the evaluator for another schedule that places the stages on the same devices."""
         other = copy(self)
         other.case = replace(self.case, schedule=schedule)
-        for known in ("actions", "peak_counts", "_counts"):
+        for known in ("actions", "peak_allocation_counts", "_counts"):
             vars(other).pop(known, None)
         vars(other)["stage_allocation_bytes"] = self.stage_allocation_bytes
         return other
@@ -152,7 +152,7 @@ class Evaluator:
     def excess_bytes(self, cuts: IntArray, choices: IntArray) -> FloatArray:
         """Return the bytes by which each device exceeds its memory limit, shape (partitions, devices).
 
-        The result is infinite if a stage of the device has more than `width` layers.
+        The result is infinite if a stage of the device has more than `most_layers` layers.
         """
         stages, inside = self._bytes_of_stages(cuts, choices)
         if self._fit_in_any_order(stages, inside):
@@ -181,8 +181,8 @@ class Evaluator:
             for own, counts, limit in each
         )
 
-    def excess_by_combination(self, cuts: IntArray, devices: IntArray, combinations: IntArray) -> FloatArray:
-        """Return the bytes by which one device of each partition exceeds its memory limit.
+    def excess_bytes_by_choices(self, cuts: IntArray, devices: IntArray, combinations: IntArray) -> FloatArray:
+        """Return by how many bytes a device exceeds its limit, for each partition and combination of recompute choices.
 
         Args:
             cuts: Cuts of each partition, shape (partitions, stages + 1).
@@ -191,8 +191,8 @@ class Evaluator:
                 shape (combinations, stages per device).
 
         Returns:
-            Bytes for each combination, shape (partitions, combinations); infinite if a stage has more than `width`
-            layers.
+            Bytes for each combination, shape (partitions, combinations); infinite if a stage has more than
+            `most_layers` layers.
         """
         choices = np.array(self.allowed)[:, None, None]
         stages, inside = self._bytes_of_stages(cuts, choices, self.stages[devices])
@@ -210,7 +210,7 @@ class Evaluator:
 
         Returns:
             Permanent bytes, shape (partitions, stages); bytes of each kind of allocation (`ALLOCATIONS`), shape
-            (partitions, stages, kinds); and False for stages with more than `width` layers or a choice outside of
+            (partitions, stages, kinds); and False for stages with more than `most_layers` layers or a choice outside of
             `CHOICES`, whose bytes are invalid.
         """
         stages, inside = self._bytes_of_stages(cuts, choices)
@@ -225,11 +225,11 @@ class Evaluator:
         which = np.arange(self.num_stages)[None] if which is None else which
         first, end = cuts[rows, which], cuts[rows, which + 1]
         # Column of the stage in the tables: the last column has stages of one layer, column 0 the longest stages.
-        column = first - end + self.width
+        column = first - end + self.most_layers
         inside = (column >= 0) & (choices >= 0)
         # A stage that is not in the tables counts as one layer here; callers ignore its memory.
         stages = self.stage_allocation_bytes[
-            np.where(inside, choices, self.allowed[0]), end, np.where(inside, column, self.width - 1)
+            np.where(inside, choices, self.allowed[0]), end, np.where(inside, column, self.most_layers - 1)
         ]
         if self.case.costs.ties or self.case.schedule.placement == "v" or self.num_devices == 1:
             # A device stores parameters that its chunks share once, and also a tensor that one chunk passes to another.
@@ -264,8 +264,8 @@ class Evaluator:
         `counts` has the number of allocations of each kind (`ALLOCATIONS`) at this point.
 
         Returns:
-            Bytes of every stage without recomputation, as entries [end, width - n] for the n layers before layer `end`;
-            and, for each layer, the most bytes that its recomputation frees.
+            Bytes of every stage without recomputation, as entries [end, most_layers - n] for the n layers before layer
+            `end`; and, for each layer, the most bytes that its recomputation frees.
         """
         costs, every = self.case.costs, self._any_by_layers
         runs = bool((every.peak[counts > 0] >= 0).any())
@@ -286,7 +286,7 @@ class Evaluator:
         return self.case.sums.split_backward_times(busy, cuts[:, :-1], cuts[:, 1:], speed=self.speeds)
 
     @cached_property
-    def peak_counts(self) -> list[FloatArray]:
+    def peak_allocation_counts(self) -> list[FloatArray]:
         """For each device, numbers of allocations at the points in the step where its memory may peak.
 
         Each array has the shape (points, stages per device, kinds of allocations in `ALLOCATIONS`).
@@ -295,16 +295,18 @@ class Evaluator:
 
     @cached_property
     def _counts(self) -> FloatArray:
-        return stack_device_counts(self.peak_counts)
+        return stack_device_counts(self.peak_allocation_counts)
 
     @cached_property
     def stage_allocation_bytes(self) -> FloatArray:
-        """Bytes of every possible stage, shape (choices, layers + 1, width, 1 + kinds of allocations).
+        """Bytes of every possible stage, shape (choices, layers + 1, most_layers, 1 + kinds of allocations).
 
-        Entry [choice, end, width - n] is for the stage of the n layers before layer `end`. It has the permanent bytes,
-        then those of one allocation of each kind (`ALLOCATIONS`).
+        Entry [choice, end, most_layers - n] is for the stage of the n layers before layer `end`. It has the permanent
+        bytes, then those of one allocation of each kind (`ALLOCATIONS`).
         """
-        allocation_bytes = np.zeros((len(CHOICES), self.case.costs.num_layers + 1, self.width, 1 + len(ALLOCATIONS)))
+        allocation_bytes = np.zeros(
+            (len(CHOICES), self.case.costs.num_layers + 1, self.most_layers, 1 + len(ALLOCATIONS))
+        )
         allocation_bytes[self.allowed] = np.inf
 
         def block(firsts: IntArray, stop: int) -> list[FloatArray]:
@@ -320,7 +322,7 @@ class Evaluator:
     def _allocation_bytes_by_layers(self) -> FloatArray:
         # As `stage_allocation_bytes`, for the recompute choice `layers` without any recomputed layer; the axis of
         # choices is missing.
-        allocation_bytes = np.full((self.case.costs.num_layers + 1, self.width, 1 + len(ALLOCATIONS)), np.inf)
+        allocation_bytes = np.full((self.case.costs.num_layers + 1, self.most_layers, 1 + len(ALLOCATIONS)), np.inf)
 
         def block(firsts: IntArray, stop: int) -> list[FloatArray]:
             saved, levels = saved_and_peaks_without_recomputation(self.case.costs, firsts, slice(int(firsts[0]), stop))

@@ -35,7 +35,7 @@ class PrefixBounds:
 
     def __init__(self, problem: ChainProblem, kinds: Mapping[str, BoundKind], *, deadline: Deadline = NEVER) -> None:
         self._problem, self._kinds, self._deadline = problem, kinds, deadline
-        cells = len(problem.tables[0]) * (problem.num_layers + 1) * problem.width
+        cells = len(problem.tables[0]) * (problem.num_layers + 1) * problem.most_layers
         is_once = problem.is_uniform and cells <= _MOST_AT_ONCE
         self.shared_stages = self.stages(0, np.arange(problem.num_layers + 1)) if is_once else None
         """Stages that end at each cut; None if they differ by the number of later stages, or are too many to store."""
@@ -61,13 +61,13 @@ class PrefixBounds:
         return tuple(cuts[::-1])
 
     def _least_of_prefixes(self) -> dict[str, list[FloatArray]]:
-        num, width, most = self._problem.num_layers, self._problem.width, self._problem.num_stages
+        num, most_layers, most = self._problem.num_layers, self._problem.most_layers, self._problem.num_stages
         start = np.where(np.arange(num + 1) == 0, 0.0, np.inf)
         least = {name: [start] for name in self._kinds}
         columns: dict[str, FloatArray] = {}
         # Bounds of the layers before each stage of the tables; infinite for negative layers. The buffer is reused.
-        in_front = np.full(width + num, np.inf)
-        windows = np.lib.stride_tricks.sliding_window_view(in_front, width).T
+        in_front = np.full(most_layers + num, np.inf)
+        windows = np.lib.stride_tricks.sliding_window_view(in_front, most_layers).T
         for count in range(1, most + 1):
             self._deadline.check()
             if not columns or (self._problem.exact and self.shared_stages is None):
@@ -76,10 +76,10 @@ class PrefixBounds:
                 levels = [most - count] if self._problem.exact else range(most)
                 # Minima over the first axis are several times faster.
                 columns = {name: np.ascontiguousarray(row.T) for name, row in self._least_of_stages(levels).items()}
-            ends = slice(max(0, num - (most - count) * width), min(num, count * width) + 1)
+            ends = slice(max(0, num - (most - count) * most_layers), min(num, count * most_layers) + 1)
             for name, (combine, _) in self._kinds.items():
                 before = least[name][-1]
-                in_front[width:] = before[:-1]
+                in_front[most_layers:] = before[:-1]
                 longer = np.full(num + 1, np.inf)
                 np.minimum.reduce(combine(windows[:, ends], columns[name][:, ends]), axis=0, out=longer[ends])
                 least[name].append(longer if self._problem.exact else np.minimum(longer, before))
@@ -97,9 +97,9 @@ class PrefixBounds:
     def _values_of_stages(self, num_later: int) -> dict[str, FloatArray]:
         if self.shared_stages is not None:
             return {name: kind.stage_values(self.shared_stages).min(axis=0) for name, kind in self._kinds.items()}
-        num, width = self._problem.num_layers + 1, self._problem.width
-        values = {name: np.empty((num, width)) for name in self._kinds}
-        size = max(1, MOST_CANDIDATES // width // len(self._problem.tables[num_later]))
+        num, most_layers = self._problem.num_layers + 1, self._problem.most_layers
+        values = {name: np.empty((num, most_layers)) for name in self._kinds}
+        size = max(1, MOST_CANDIDATES // most_layers // len(self._problem.tables[num_later]))
         for start in range(0, num, size):
             ends = np.arange(start, min(start + size, num))
             stages = self.stages(num_later, ends)

@@ -58,8 +58,8 @@ class StageTimeArrays(NamedTuple):
             row: Row of each stage.
             column: Column of each stage.
         """
-        _, rows, width = self.first.shape
-        place = (option * rows + row) * width + column
+        _, rows, most_layers = self.first.shape
+        place = (option * rows + row) * most_layers + column
         each: list[Any] = [field.reshape(-1).take(place if field.ndim > 2 else row) for field in self]
         return StageTimeArrays(*each)
 
@@ -100,30 +100,31 @@ class LinkTimes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class DeviceTable:
+class StageChoiceTable:
     """Recompute choice and peak memory of every possible stage of one device.
 
-    In each array, entry [end, width - n] is for the stage of the n layers before layer `end`. The largest n is `width`.
+    In each array, entry [end, most_layers - n] is for the stage of the n layers before layer `end`. The largest n is
+    `most_layers`.
     """
 
     speed: float
     choice: ChoiceArray
-    """Recomputation: index into `CHOICES`, or `LAYERS`, or `NO_CHOICE`; shape (layers + 1, width)."""
+    """Recomputation: index into `CHOICES`, or `LAYERS`, or `NO_CHOICE`; shape (layers + 1, most_layers)."""
     recompute_us: FloatArray | None = None
-    """Recomputation time on the profiled device where the choice is `LAYERS`; shape (layers + 1, width)."""
+    """Recomputation time on the profiled device where the choice is `LAYERS`; shape (layers + 1, most_layers)."""
     bytes: FloatArray | None = None
-    """Peak memory in bytes, shape (layers + 1, width); None if it was not requested."""
+    """Peak memory in bytes, shape (layers + 1, most_layers); None if it was not requested."""
 
     @property
-    def width(self) -> int:
+    def most_layers(self) -> int:
         """Number of layers of the longest stage in the table."""
         return int(self.choice.shape[1])
 
-    def narrowed(self, width: int) -> "DeviceTable":
-        """Return the table without stages of more than `width` layers."""
-        begin = self.width - width
+    def narrowed(self, most_layers: int) -> "StageChoiceTable":
+        """Return the table without stages of more than `most_layers` layers."""
+        begin = self.most_layers - most_layers
         recompute_us, peaks = (None if table is None else table[:, begin:] for table in (self.recompute_us, self.bytes))
-        return DeviceTable(speed=self.speed, choice=self.choice[:, begin:], recompute_us=recompute_us, bytes=peaks)
+        return StageChoiceTable(speed=self.speed, choice=self.choice[:, begin:], recompute_us=recompute_us, bytes=peaks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -137,7 +138,7 @@ class ChainProblem:
     exact: bool
     """True for exactly `num_stages` stages; False for at most `num_stages` stages."""
     sums: ChainSums
-    tables: tuple[tuple[DeviceTable, ...], ...]
+    tables: tuple[tuple[StageChoiceTable, ...], ...]
     """Entry n: one table per recompute option, for all possible stages with n later stages."""
     links: tuple[LinkTimes, ...]
     """Entry n: link between the stages with n and n - 1 later stages. The first and the last entry transfer nothing."""
@@ -157,9 +158,9 @@ class ChainProblem:
         )
 
     @property
-    def width(self) -> int:
+    def most_layers(self) -> int:
         """Number of layers of the longest stage in `tables`."""
-        return self.tables[0][0].width
+        return self.tables[0][0].most_layers
 
     @property
     def highest_speed(self) -> float:
@@ -175,8 +176,8 @@ class ChainProblem:
             np.searchsorted(sums, sums[1:] - limit)
             for sums, limit in zip((self.sums.forward_us, self.sums.backward_us), limits, strict=True)
         ]
-        width = int(np.clip((ends - np.maximum(*firsts)).max(), 1, self.width))
-        narrowed = {id(variants): tuple(table.narrowed(width) for table in variants) for variants in self.tables}
+        most_layers = int(np.clip((ends - np.maximum(*firsts)).max(), 1, self.most_layers))
+        narrowed = {id(variants): tuple(table.narrowed(most_layers) for table in variants) for variants in self.tables}
         return replace(self, most=most, tables=tuple(narrowed[id(variants)] for variants in self.tables))
 
     def stages(self, num_later: int, option: int, ends: IntArray) -> StageTimeArrays:
@@ -189,7 +190,7 @@ class ChainProblem:
         """
         table, behind, before = self.tables[num_later][option], self.links[num_later], self.links[num_later + 1]
         end = ends[:, None]
-        first = end + np.arange(-table.width, 0)
+        first = end + np.arange(-table.most_layers, 0)
         choice = table.choice[ends]
         fits = choice != NO_CHOICE
         first = np.where(fits, first, 0)

@@ -2,8 +2,8 @@
 
 A stage's memory does not depend on the cuts of other stages, so the fastest recomputation that fits is always the best.
 
-A table has a row for each possible end of a stage (one past its last layer), and `width` columns. The last column has
-the stages of one layer, column 0 the stages of `width` layers. Longer stages are not in the table.
+A table has a row for each possible end of a stage (one past its last layer), and `most_layers` columns. The last
+column has the stages of one layer, column 0 the stages of `most_layers` layers. Longer stages are not in the table.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,19 +30,19 @@ class MemoryTable:
     """Peak memory of every stage for each allowed recompute choice, in bytes, without the reserve of the device."""
 
     totals: dict[int, FloatArray]
-    """Peak memory in bytes, by index into `CHOICES`: tables of shape (layers + 1, width).
+    """Peak memory in bytes, by index into `CHOICES`: tables of shape (layers + 1, most_layers).
 
-    The width is the number of layers of the longest stage. Entry [end, width - n] is for the stage of the n layers
-    before layer `end`."""
+    The longest stage has `most_layers` layers. Entry [end, most_layers - n] is for the stage of the
+    n layers before layer `end`."""
 
     @classmethod
-    def of(cls, costs: ChainCosts, points: PeakPoints, *, width: int, policy: RecomputePolicy) -> "MemoryTable":
-        """Return the peak memory of all stages of at most `width` layers.
+    def of(cls, costs: ChainCosts, points: PeakPoints, *, most_layers: int, policy: RecomputePolicy) -> "MemoryTable":
+        """Return the peak memory of all stages of at most `most_layers` layers.
 
         Args:
             costs: Costs of the layers.
             points: Points in the step at which the memory of the device may peak.
-            width: Number of layers of the longest stage.
+            most_layers: Number of layers of the longest stage.
             policy: Recomputation policy, which decides the allowed choices.
         """
         allowed = allowed_choices(policy, points.micro_batches)
@@ -50,28 +50,28 @@ class MemoryTable:
         by_length = has_no_skips_or_ties(costs)
 
         def block(firsts: IntArray, stop: int) -> list[FloatArray]:
-            columns = width if by_length else slice(int(firsts[0]), stop)
+            columns = most_layers if by_length else slice(int(firsts[0]), stop)
             return peak_bytes_of_stages(costs, firsts, columns, points, choices=choices)
 
-        totals = {n: np.full((costs.num_layers + 1, width), np.inf) for n in allowed}
+        totals = {n: np.full((costs.num_layers + 1, most_layers), np.inf) for n in allowed}
         fill_stage_tables(list(totals.values()), block, by_length=by_length)
         return cls(totals=totals)
 
     @property
-    def width(self) -> int:
+    def most_layers(self) -> int:
         """Number of layers of the longest stage in the table."""
         return int(next(iter(self.totals.values())).shape[1])
 
-    def narrowed(self, width: int) -> "MemoryTable":
-        """Return the table without stages of more than `width` layers."""
-        return MemoryTable(totals={n: totals[:, self.width - width :] for n, totals in self.totals.items()})
+    def narrowed(self, most_layers: int) -> "MemoryTable":
+        """Return the table without stages of more than `most_layers` layers."""
+        return MemoryTable(totals={n: totals[:, self.most_layers - most_layers :] for n, totals in self.totals.items()})
 
     def smallest(self) -> FloatArray:
         """Return the smallest peak memory of each stage over all recompute choices, in bytes."""
         smallest: FloatArray = np.minimum.reduce(list(self.totals.values()))
         return smallest
 
-    def most_bytes(self) -> float:
+    def most_bytes_without_recompute(self) -> float:
         """Return the largest peak of stages without recomputation, in bytes; infinite if the policy forbids them."""
         if 0 not in self.totals:
             return np.inf
@@ -98,34 +98,39 @@ def allowed_choices(policy: RecomputePolicy, micro_batches: int) -> list[int]:
 def fill_stage_tables(
     tables: Sequence[FloatArray], block: Callable[[IntArray, int], Sequence[FloatArray]], *, by_length: bool = False
 ) -> None:
-    """Fill tables of stages, whose entry [end, width - n] is for the n layers before layer `end`.
+    """Fill tables of stages, whose entry [end, most_layers - n] is for the n layers before layer `end`.
 
     Args:
-        tables: Tables to fill, shape (layers + 1, width). Entries with n > end keep their value.
+        tables: Tables to fill, shape (layers + 1, most_layers). Entries with n > end keep their value.
         block: Function `block(firsts, stop)` that returns an array for each table: one row for each first layer, and
             one column for each end from `firsts[0] + 1` to `stop`.
-        by_length: True if `block` returns one column for each stage length from 1 to `width`, not for each end.
+        by_length: True if `block` returns one column for each stage length from 1 to `most_layers`, not for each end.
     """
-    num_layers, width = tables[0].shape[0] - 1, tables[0].shape[1]
-    rows = max(1, _MOST_BY_LENGTH // width if by_length else min(_MOST_ENTRIES // (width + 64), 64 + width // 2))
+    num_layers, most_layers = tables[0].shape[0] - 1, tables[0].shape[1]
+    rows = max(
+        1,
+        _MOST_BY_LENGTH // most_layers
+        if by_length
+        else min(_MOST_ENTRIES // (most_layers + 64), 64 + most_layers // 2),
+    )
     for start in range(0, num_layers, rows):
         firsts = np.arange(start, min(start + rows, num_layers))
-        stop = min(num_layers, int(firsts[-1]) + width)
-        ends = firsts[:, None] + np.arange(1, width + 1) if by_length else np.arange(start + 1, stop + 1)[None, :]
-        columns = firsts[:, None] - ends + width
-        inside = (columns >= 0) & (columns < width) & (ends <= num_layers)
+        stop = min(num_layers, int(firsts[-1]) + most_layers)
+        ends = firsts[:, None] + np.arange(1, most_layers + 1) if by_length else np.arange(start + 1, stop + 1)[None, :]
+        columns = firsts[:, None] - ends + most_layers
+        inside = (columns >= 0) & (columns < most_layers) & (ends <= num_layers)
         place = np.broadcast_to(ends, columns.shape)[inside], columns[inside]
         for table, values in zip(tables, block(firsts, stop), strict=True):
             table[place] = values[inside]
 
 
-def values_at_first_layer(values: FloatArray, width: int) -> FloatArray:
-    """Return a table whose entry [end, width - n] is `values[end - n]`; infinite if n > end.
+def values_at_first_layer(values: FloatArray, most_layers: int) -> FloatArray:
+    """Return a table whose entry [end, most_layers - n] is `values[end - n]`; infinite if n > end.
 
-    The shape is (layers + 1, width). `values` has the shape (layers + 1,).
+    The shape is (layers + 1, most_layers). `values` has the shape (layers + 1,).
     """
-    padded = np.concatenate([np.full(width, np.inf), values[:-1]])
-    windows: FloatArray = np.lib.stride_tricks.sliding_window_view(padded, width)
+    padded = np.concatenate([np.full(most_layers, np.inf), values[:-1]])
+    windows: FloatArray = np.lib.stride_tricks.sliding_window_view(padded, most_layers)
     return windows
 
 

@@ -31,7 +31,7 @@ def sizes(name: str) -> Iterator[tuple[int, int, int]]:
         (1, 2, 3, 4, 5, 6, 7, 8), (1, 2, 3, 4, 6, 8, 13, 16, 24), (1, 2, 3)
     ):
         try:
-            schedule.refuse(num_devices, micro_batches, chunks)
+            schedule.check_supported(num_devices, micro_batches, chunks)
         except UsageError:
             continue
         yield num_devices, micro_batches, chunks
@@ -323,6 +323,6 @@ def test_unsupported_sizes_are_refused(name: str, size: tuple[int, int, int], me
 def test_most_devices_of_dualpipev_is_exact() -> None:
     for micro_batches in range(2, 30):
         most = int(SCHEDULES["dualpipev"].most_devices(micro_batches))
-        SCHEDULES["dualpipev"].refuse(most, micro_batches, 2)
+        SCHEDULES["dualpipev"].check_supported(most, micro_batches, 2)
         with pytest.raises(UsageError):
-            SCHEDULES["dualpipev"].refuse(most + 1, micro_batches, 2)
+            SCHEDULES["dualpipev"].check_supported(most + 1, micro_batches, 2)

@@ -49,7 +49,7 @@ def test_stage_holds_at_least_the_saved_bytes_of_its_layers(*, exact: bool) -> N
     """Waiting micro-batches and running passes are checked, without recomputation."""
     num, places = 7, [ALLOCATIONS.index(name) for name in ("held", "kept", *FORWARDS, *BACKWARDS, *INPUT_BACKWARDS)]
     for seed in range(20):
-        evaluator = Evaluator(case_of(random_profile(seed, num, exact=exact), inputs_of(2, 4)), 2, width=num)
+        evaluator = Evaluator(case_of(random_profile(seed, num, exact=exact), inputs_of(2, 4)), 2, most_layers=num)
         costs = evaluator.case.costs
         before = np.concatenate([[0.0], np.cumsum(least_saved_bytes(costs))])
         for first in range(num):

@@ -13,7 +13,7 @@ from planner.solve import Request, solve
 from planner.solve.answer import Answer
 from planner.solve.chunks import search as chunks_search
 from planner.solve.deadline import Deadline
-from planner.solve.questions.trade_off import memory_trade_off
+from planner.solve.questions.trade_off import figures_by_schedule
 from planner.solve.space.case import Case
 
 CONFIGURATIONS = Path(__file__).parents[3] / "sample_models/configurations"
@@ -32,7 +32,7 @@ def test_no_compared_schedule_is_faster_than_the_plan() -> None:
     """With 64 micro-batches, one simulation needs most of a schedule's budget for all M."""
     profile, request = profile_and_request("gemma-2-9b", "auto", "8x8")
     plan = solve(profile, request)
-    points = memory_trade_off(profile, plan, is_short=True)
+    points = figures_by_schedule(profile, plan, is_short=True)
     assert plan.predicted.step_us <= min(point.step_us for point in points if point.fits)
     assert all(point.fits for point in points)
 

@@ -58,7 +58,7 @@ def _cut_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_box_search_equals_the_dynamic_program(seed: int, policy: RecomputePolicy, micro_batches: int) -> None:
     case = case_of(seed, policy, micro_batches=micro_batches)
-    problem = case.chain_problem(4, width=12)
+    problem = case.chain_problem(4, most_layers=12)
     alone = CutDynamicProgram(problem, GPipeRecurrence(micro_batches)).run(upper_us=np.inf)
     search = BottleneckSearch(problem, micro_batches)
     best = search.find_best()
@@ -72,7 +72,7 @@ def test_box_search_equals_the_dynamic_program(seed: int, policy: RecomputePolic
 @pytest.mark.parametrize("seed", range(0, 8, 2))
 def test_stages_computed_level_by_level_give_the_same_labels(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Problems too large for all levels at once compute stages level by level."""
-    problem = case_of(seed).chain_problem(4, width=12, every_choice=True)
+    problem = case_of(seed).chain_problem(4, most_layers=12, every_choice=True)
     assert problem.is_uniform
     recurrence = TieBreakRecurrence(GPipeRecurrence(8), "peak", "moved")
     at_once = CutDynamicProgram(problem, recurrence).run(upper_us=np.inf)
@@ -86,7 +86,7 @@ def test_stages_computed_level_by_level_give_the_same_labels(seed: int, monkeypa
 @pytest.mark.parametrize("seed", [0, 2, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in (1, 3))])
 def test_bound_at_a_deadline_is_at_most_the_best_plan(seed: int) -> None:
     case = case_of(seed)
-    problem = case.chain_problem(4, width=12)
+    problem = case.chain_problem(4, most_layers=12)
     best = BottleneckSearch(problem, 8).find_best()
     assert best is not None
     bounds = []
@@ -109,7 +109,7 @@ def test_bound_at_a_deadline_is_at_most_the_best_plan(seed: int) -> None:
 def test_restricted_problem_drops_only_stages_above_the_bottlenecks() -> None:
     """Devices differ in speed, and links block."""
     case = case_of(1)
-    problem = case.chain_problem(4, width=12)
+    problem = case.chain_problem(4, most_layers=12)
     ends = np.arange(13)
     for level in range(4):
         stages = problem.stages(level, 0, ends)
@@ -117,19 +117,19 @@ def test_restricted_problem_drops_only_stages_above_the_bottlenecks() -> None:
         most = Bottlenecks(float(np.median(stages.forward[fits])), float(np.median(stages.backward[fits])))
         within = problem.without_slower_stages(most)
         some = within.stages(level, 0, ends)
-        narrow = slice(problem.width - within.width, None)
+        narrow = slice(problem.most_layers - within.most_layers, None)
         link = np.broadcast_to(stages.link, stages.forward.shape)
         kept = fits & (np.maximum(stages.forward, link) <= most[0]) & (np.maximum(stages.backward, link) <= most[1])
-        assert within.width < problem.width
+        assert within.most_layers < problem.most_layers
         assert np.isfinite(some.forward).tolist() == kept[:, narrow].tolist()
-        assert not kept[:, : problem.width - within.width].any()
+        assert not kept[:, : problem.most_layers - within.most_layers].any()
         assert some.backward[kept[:, narrow]].tolist() == stages.backward[kept].tolist()
 
 
 def test_the_limit_of_a_first_plan_is_raised_in_small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """A looser limit creates far more labels, so a plan 8 % above the bound is found with a limit of at most 10 %."""
     case = case_of(0)
-    search = BottleneckSearch(case.chain_problem(4, width=12), 8)
+    search = BottleneckSearch(case.chain_problem(4, most_layers=12), 8)
     found = ChainCuts(1.08 * search.bound_us, (0, 12), (0,), ())
     limits_us = []
 

@@ -27,10 +27,10 @@ def test_linear_program_stops_at_the_step_time_of_a_known_plan(schedule: Schedul
     cuts, choices = every_partition(evaluator)
     fits = (evaluator.excess_bytes(cuts, choices) <= 0).all(axis=1)
     best_us = float(evaluator.step_us(cuts[fits], choices[fits]).min())
-    complete = bounds_of(evaluator, best_us).solve()
-    assert bounds_of(evaluator, best_us).solve(upper_us=0.3 * best_us) == (0.3 * best_us, None)
+    complete = bounds_of(evaluator, best_us).solve_root()
+    assert bounds_of(evaluator, best_us).solve_root(upper_us=0.3 * best_us) == (0.3 * best_us, None)
     branches = bounds_of(evaluator, best_us)
-    assert branches.solve(upper_us=1.5 * best_us).bound_us == pytest.approx(complete.bound_us)
+    assert branches.solve_root(upper_us=1.5 * best_us).bound_us == pytest.approx(complete.bound_us)
     assert branches.branch(1.5 * best_us, most_iterations=5000) <= best_us
 
 
@@ -68,9 +68,11 @@ def test_fewer_devices_get_no_linear_program_after_one_without(monkeypatch: pyte
 def test_linear_programs_stop_at_the_bound_of_other_cases(monkeypatch: pytest.MonkeyPatch) -> None:
     """The smallest bound of all cases counts."""
     solved: list[float] = []
-    original = search.BranchAndBound.solve
+    original = search.BranchAndBound.solve_root
     monkeypatch.setattr(
-        search.BranchAndBound, "solve", lambda self, **more: solved.append(more["upper_us"]) or original(self, **more)
+        search.BranchAndBound,
+        "solve_root",
+        lambda self, **more: solved.append(more["upper_us"]) or original(self, **more),
     )
     times = [100.0 * random.Random(n).lognormvariate(0, 0.5) for n in range(30)]
     profile = chain(*(layer(f"l{n}", forward_us=us, backward_us=2 * us) for n, us in enumerate(times)))

@@ -106,7 +106,7 @@ def test_bound_is_at_most_every_plan_and_close_to_the_best(schedule: ScheduleNam
         assert fits.any()
         best_us = float(step_us[fits].min())
         search = bounds_of(evaluator, best_us)
-        bound = search.solve()
+        bound = search.solve_root()
         assert 0.4 * best_us < bound.bound_us <= best_us
         assert (np.diff(bound.cuts) > 0).all()
         assert (bound.cuts[0], bound.cuts[-1]) == (0, 7)
@@ -122,7 +122,7 @@ def test_bound_of_all_branches_equals_the_best_plan(schedule: ScheduleName, seed
         evaluator.step_us(cuts, np.zeros((len(cuts), 4), dtype=np.int64)).min() for cuts in all_cuts(evaluator)
     )
     search = bounds_of(evaluator, best_us)
-    assert search.solve() is not None
+    assert search.solve_root() is not None
     assert search.branch(10 * best_us, most_iterations=10**6) == pytest.approx(best_us, rel=1e-5)
     assert search.branch(0.9 * best_us, most_iterations=10**6) == pytest.approx(0.9 * best_us)
 
@@ -134,7 +134,7 @@ def test_bound_is_higher_if_memory_requires_recomputation(schedule: ScheduleName
     assert loose is not None
     tight = evaluator_of(schedule, seed, next(limits_of(loose)))
     assert tight is not None
-    bounds = [bounds_of(evaluator, 1000.0).solve() for evaluator in (loose, tight)]
+    bounds = [bounds_of(evaluator, 1000.0).solve_root() for evaluator in (loose, tight)]
     assert bounds[0] is not None
     assert bounds[1] is not None
     assert bounds[1].bound_us > bounds[0].bound_us * 1.02
@@ -171,7 +171,7 @@ def test_memory_of_all_combinations_equals_memory_of_each(seed: int) -> None:
     assert evaluator is not None
     fitting = RecomputeFitter(evaluator)
     cuts = every_partition(evaluator)[0][::81]
-    by_device = [fitting.excess_by_combination(cuts, np.full(len(cuts), device)) for device in range(2)]
+    by_device = [fitting.excess_bytes_by_choices(cuts, np.full(len(cuts), device)) for device in range(2)]
     over = np.stack(by_device, axis=2)
     for n, combination in enumerate(fitting.combinations):
         choices = np.empty((len(cuts), 4), dtype=np.int64)
@@ -189,7 +189,7 @@ def test_minimal_choices_are_those_that_fit_with_least_recomputation(monkeypatch
     for combination in ([0, 2], [1, 0], [1, 1], [2, 2]):
         over[0, combinations.index(combination)] = 0
     over[1] = 0
-    monkeypatch.setattr(fitting, "excess_by_combination", lambda *_: over)
+    monkeypatch.setattr(fitting, "excess_bytes_by_choices", lambda *_: over)
     ((first, second),) = fitting.minimal_combinations(every_partition(evaluator)[0][:1])
     assert [combinations[n] for n in np.flatnonzero(first)] == [[0, 2], [1, 0]]
     assert [combinations[n] for n in np.flatnonzero(second)] == [[0, 0]]
@@ -290,7 +290,7 @@ def test_least_memory_of_per_layer_recomputation_is_at_most_the_memory_of_a_stag
     """Every moment is checked, with and without recomputed layers."""
     evaluator = evaluator_of(schedule, seed, recompute="layers")
     rng, costs = random.Random(seed), evaluator.case.costs
-    for counts in evaluator.peak_counts[0][:, 0]:
+    for counts in evaluator.peak_allocation_counts[0][:, 0]:
         first = rng.randrange(6)
         end = rng.randrange(first + 1, 8)
         least, saved = evaluator.memory_bounds_by_layers(counts)
@@ -300,7 +300,7 @@ def test_least_memory_of_per_layer_recomputation_is_at_most_the_memory_of_a_stag
             costs, first, end, micro_batches=4, recompute="layers", recomputed=some, splits_backward=splits_backward
         )
         held = chunk.always.total + chunk.allocation_bytes @ counts
-        assert held >= least[end, first - end + evaluator.width] - saved[some].sum()
+        assert held >= least[end, first - end + evaluator.most_layers] - saved[some].sum()
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -315,7 +315,7 @@ def test_bound_with_per_layer_recomputation_is_at_most_every_plan(schedule: Sche
         places = search.evaluate([cuts for block in all_cuts(evaluator) for cuts in block])
         best_us = min(place.step_us for place in places)
         search = bounds_of(evaluator, 1000.0)
-        bound = search.solve()
+        bound = search.solve_root()
         assert 0.3 * best_us < bound.bound_us <= best_us
 
 

@@ -9,7 +9,7 @@ from planner import api, files
 from planner.core.schedule import SCHEDULES, SEARCHED, SPLITTING
 from planner.core.values.profile import Profile
 from planner.solve import Request, solve
-from planner.solve.questions.trade_off import memory_trade_off
+from planner.solve.questions.trade_off import figures_by_schedule
 from tests.support.profiles import inputs_of, profile_of
 
 CAP = 2000
@@ -42,7 +42,7 @@ def answer(profile: Profile, **changes: object):
 
 def test_every_schedule_has_a_point_if_split_backwards_were_measured() -> None:
     plan = answer(with_split_backward())
-    points = memory_trade_off(with_split_backward(), plan, micro_batches=16)
+    points = figures_by_schedule(with_split_backward(), plan, micro_batches=16)
     names = [point.schedule for point in points]
     assert names == [name for name in (*SCHEDULES, SEARCHED.name) if name in names]
     assert set(names) >= set(SCHEDULES)
@@ -56,7 +56,7 @@ def test_every_schedule_has_a_point_if_split_backwards_were_measured() -> None:
 
 def test_points_equal_the_answers_to_requests_for_their_schedules() -> None:
     profile = with_split_backward()
-    for point in memory_trade_off(profile, answer(profile), micro_batches=16):
+    for point in figures_by_schedule(profile, answer(profile), micro_batches=16):
         if point.schedule in ("gpipe", "1f1b", "interleaved", "zbv"):
             chunks = 0 if point.schedule in ("interleaved", "zbv") else 1
             inputs = replace(inputs_of(4, 16, memory_bytes=CAP), schedule=point.schedule, chunks=chunks)
@@ -66,20 +66,20 @@ def test_points_equal_the_answers_to_requests_for_their_schedules() -> None:
 
 def test_points_of_short_searches_are_marked_unless_proven() -> None:
     plan = answer(with_split_backward())
-    points = memory_trade_off(with_split_backward(), plan, micro_batches=16, is_short=True)
+    points = figures_by_schedule(with_split_backward(), plan, micro_batches=16, is_short=True)
     proven = {point.schedule for point in points if not point.short_search}
     assert proven == {"gpipe", "1f1b", plan.schedule}
 
 
 def test_zero_bubble_schedules_have_no_point_without_split_backwards() -> None:
-    points = memory_trade_off(tight(), answer(tight()))
+    points = figures_by_schedule(tight(), answer(tight()))
     tried = {point.schedule for point in points}
     assert {"gpipe", "1f1b", "interleaved"} <= tried
     assert not tried & {schedule.name for schedule in SPLITTING}
 
 
 def test_point_equals_the_plan_of_its_schedule() -> None:
-    points = memory_trade_off(tight(), answer(tight()), micro_batches=16)
+    points = figures_by_schedule(tight(), answer(tight()), micro_batches=16)
     inputs = replace(inputs_of(4, 16, memory_bytes=CAP), schedule="gpipe")
     alone = solve(tight(), Request(inputs=inputs, micro_batches=16))
     assert points[0].step_us == pytest.approx(alone.predicted.step_us)
@@ -87,8 +87,8 @@ def test_point_equals_the_plan_of_its_schedule() -> None:
 
 def test_named_schedules_and_given_cuts_have_no_trade_off() -> None:
     plan = answer(tight())
-    assert memory_trade_off(tight(), replace(plan, inputs=replace(plan.inputs, schedule="gpipe"))) == ()
-    assert memory_trade_off(tight(), replace(plan, solver=replace(plan.solver, status="given"))) == ()
+    assert figures_by_schedule(tight(), replace(plan, inputs=replace(plan.inputs, schedule="gpipe"))) == ()
+    assert figures_by_schedule(tight(), replace(plan, solver=replace(plan.solver, status="given"))) == ()
 
 
 def test_plan_file_has_the_trade_off_only_if_requested(tmp_path: Path) -> None:
