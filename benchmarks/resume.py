@@ -47,7 +47,7 @@ class Job:
         layers = [
             f"transformer.h.{n}.{part}.{kind}" for n in range(stages) for part in PARTS for kind in ("weight", "bias")
         ]
-        self.first_names = {EMBEDDING: EMBEDDING, **{name: name for name in layers}, HEAD: EMBEDDING}
+        self.canonical_names = {EMBEDDING: EMBEDDING, **{name: name for name in layers}, HEAD: EMBEDDING}
 
     def parameters(self, rank: int) -> dict[str, Tensor]:
         """Return the parameters of a rank by name in the model."""
@@ -64,7 +64,7 @@ class Job:
             for parameter in parameters.values():
                 parameter.grad = torch.ones_like(parameter)
             optimizer.step()
-        return parameters, OptimizerState(optimizer, parameters, self.first_names)
+        return parameters, OptimizerState(optimizer, parameters, self.canonical_names)
 
     def write(self, folder: Path) -> None:
         """Write a checkpoint of all ranks."""
@@ -76,7 +76,7 @@ class Job:
             tensors: dict[str, Tensor] = {}
             state: dict[str, Any] = {"optimizer": {}}
             if rank < self.stages:
-                tensors = {name_in_rank_file(self.first_names[name]): p.detach() for name, p in parameters.items()}
+                tensors = {name_in_rank_file(self.canonical_names[name]): p.detach() for name, p in parameters.items()}
                 for name, held in optimizer.state_by_name().items():
                     state["optimizer"][name] = to_json(held, f"optimizer[{name!r}]", tensors)
             others = {"pipeline": {"step_index": 1}, "device_random": None, "others": {"schedule": {"last_epoch": 1}}}
@@ -94,7 +94,7 @@ class Job:
             computation=COMPUTATION,
             files=tuple(files),
             tensors={EMBEDDING: 0}
-            | {name: int(name.split(".")[2]) for name in self.first_names if ".h." in name}
+            | {name: int(name.split(".")[2]) for name in self.canonical_names if ".h." in name}
             | {HEAD: EMBEDDING},
         )
         write_index(folder, index)
@@ -120,7 +120,7 @@ class Job:
             place=place,
             balance=SimpleNamespace(balance=(1,) * self.stages),
             code_digests=COMPUTATION,
-            first_names=self.first_names,
+            canonical_names=self.canonical_names,
             named_tensors=lambda: parameters,
         )
         sys.addaudithook(hook)
@@ -158,7 +158,7 @@ def main() -> None:
             for what, rank in (("the first", 0), ("a middle one", ranks // 2), ("the last", job.stages * replicas - 1)):
                 opened, seconds = _in_process(job, folder, rank)
                 print(
-                    f"| {job.stages} x {replicas} | {len(job.first_names)} | {sizes[0]:.0f} kB | {sizes[1]:.0f} kB "
+                    f"| {job.stages} x {replicas} | {len(job.canonical_names)} | {sizes[0]:.0f} kB | {sizes[1]:.0f} kB "
                     f"| {what} | {len(opened)} | {1e3 * seconds:.0f} ms |",
                     flush=True,
                 )

@@ -269,7 +269,7 @@ def _checked(
     loaded: "LoadedModel", model: File | Any, parsed: _ParsedOptions
 ) -> "tuple[LoadedModel, EquivalenceResult | None]":
     from planner.executor.build.building import check_buildable  # noqa: PLC0415 - torch
-    from planner.executor.equivalence.new_process import check_without_gpu  # noqa: PLC0415 - torch
+    from planner.executor.equivalence.new_process import check_equivalence_on_cpu  # noqa: PLC0415 - torch
     from planner.profile.units import layer_digests  # noqa: PLC0415 - torch
 
     options = parsed.options
@@ -277,7 +277,7 @@ def _checked(
         check_buildable(loaded)
         return loaded, None
     silenced = replace(options, progress=ignore_arguments, note=ignore_arguments, warn=ignore_arguments)
-    checked = check_without_gpu(
+    checked = check_equivalence_on_cpu(
         loaded,
         partial(_loaded, model, replace(parsed, options=silenced)),
         lambda text: options.progress(f"equivalence check: {text}", 0, 0),

@@ -194,12 +194,12 @@ def _other_losses(plan: Plan, loaded: "LoadedModel", report: RunReport) -> tuple
 
 
 def _proof(plan: Plan, loaded: "LoadedModel", load: Callable[[], "LoadedModel"]) -> tuple[Proof, tuple[str, ...]]:
-    from planner.executor.equivalence.new_process import check_without_gpu  # noqa: PLC0415 - torch
+    from planner.executor.equivalence.new_process import check_equivalence_on_cpu  # noqa: PLC0415 - torch
 
     cuts = tuple(accumulate(plan.balance))[:-1]
     if not cuts:
         return Proof(layers=0, cuts=0, reason="the plan has a single stage"), ()
-    checked = check_without_gpu(loaded, load, budget_s=_PROOF_S, cuts=cuts)
+    checked = check_equivalence_on_cpu(loaded, load, budget_s=_PROOF_S, cuts=cuts)
     checked.raise_if_failed()
     recomputes = any(stage.recompute != "never" for stage in plan.stages)
     differs = checked.proof.differs_recomputed

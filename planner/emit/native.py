@@ -9,7 +9,7 @@ from pathlib import Path
 
 from planner import __version__
 from planner.core.errors import UsageError
-from planner.core.values.balance import Balance, RunPrediction, StageBalance, cuts_path, launch_command
+from planner.core.values.balance import Balance, RunPrediction, StageBalance, balance_path_for_processes, launch_command
 from planner.core.values.devices import training_device_kind
 from planner.core.values.plan import Inputs, Plan, Stage
 from planner.core.values.precision import precision_option_of
@@ -117,7 +117,8 @@ def emit_native(
     for larger, other in pairwise(plans):
         _check_smaller(larger, other)
     texts = {
-        cuts_path(Path("balance.yaml"), b.num_processes).name: with_signature(dump(b, header=_HEADER)) for b in fewer
+        balance_path_for_processes(Path("balance.yaml"), b.num_processes).name: with_signature(dump(b, header=_HEADER))
+        for b in fewer
     }
     return replace(emitted, smaller=texts, plans=plans)
 
@@ -284,7 +285,9 @@ On several machines, run this on each. Ranks follow one pipeline, then the next 
 def _fewer_processes_paragraph(balance: Balance) -> str:
     if not balance.smaller:
         return ""
-    plans = ", ".join(f"{count} ({cuts_path(Path('balance.yaml'), count)})" for count in balance.smaller)
+    plans = ", ".join(
+        f"{count} ({balance_path_for_processes(Path('balance.yaml'), count)})" for count in balance.smaller
+    )
     return f"\nWith fewer processes it uses another plan and continues from the same checkpoints: {plans}.\n"
 
 

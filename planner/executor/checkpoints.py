@@ -97,7 +97,7 @@ class Checkpoints:
         **stateful: Any,
     ) -> None:
         self._pipeline = pipeline
-        self._optimizer = OptimizerState(optimizer, dict(pipeline.named_parameters()), pipeline.first_names)
+        self._optimizer = OptimizerState(optimizer, dict(pipeline.named_parameters()), pipeline.canonical_names)
         self._every, self._keep, self._steps = every, keep, steps
         self._watch = pipeline.watch
         self._others = {**stateful, **other_objects_with_state(pipeline.whole_model, pipeline.modules, optimizer)}
@@ -222,7 +222,7 @@ class Checkpoints:
 
     def _begin_checkpoint(self) -> None:
         try:
-            self._pipeline.begin_checkpoint()
+            self._pipeline.check_all_ranks_save()
         except TrainingError:
             step = self._pipeline.step_index
             self._tell(f"the checkpoint of step {step} is not written; {self._latest_left()}", is_warning=True)
@@ -234,7 +234,7 @@ class Checkpoints:
 
     def _own_state(self) -> RankState:
         pipeline = self._pipeline
-        names, of_device = pipeline.first_names, kind_of(pipeline.device).generator
+        names, of_device = pipeline.canonical_names, kind_of(pipeline.device).generator
         tensors: dict[str, Tensor] = {}
         optimizer = {}
         if pipeline.place.replica == 0:
@@ -287,7 +287,7 @@ class Checkpoints:
         for rank, written in enumerate(files):
             for stored in written.names:
                 holders.setdefault(stored, rank)
-        firsts, balance = self._pipeline.first_names, self._pipeline.balance
+        firsts, balance = self._pipeline.canonical_names, self._pipeline.balance
         lost = next((first for first in firsts.values() if name_in_rank_file(first) not in holders), None)
         if lost is not None:
             raise CheckpointNotWrittenError(f'the script has removed or renamed "{lost}", which `build_model` returns')
@@ -323,7 +323,7 @@ class Checkpoints:
 
     def _load_initial_weights(self, weights: str) -> None:
         pipeline = self._pipeline
-        own = load_weights(weights, pipeline.named_tensors(), pipeline.first_names, pipeline.whole_model)
+        own = load_weights(weights, pipeline.named_tensors(), pipeline.canonical_names, pipeline.whole_model)
         cast = self._exchange.decide(own, lambda casts: sorted(set(chain.from_iterable(casts))))
         if cast:
             self._tell(f"cast on loading {weights}: {', '.join(cast)}")

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 
 from planner.core.errors import UsageError
-from planner.core.values.balance import Balance, cuts_path
+from planner.core.values.balance import Balance, balance_path_for_processes
 from planner.device.kinds import DEVICE_KINDS, kind_of
 from planner.executor.run.placement import ProcessPlace, gather_from_all_ranks, process_place
 from planner.executor.watch.activity import ANY, RankActivity
@@ -77,7 +77,11 @@ def make_rank_job(
 
 def _read_balance_for(path: Path, num_processes: int) -> Balance:
     balance = read_balance(str(path))
-    return read_balance(str(cuts_path(path, num_processes))) if num_processes in balance.smaller else balance
+    return (
+        read_balance(str(balance_path_for_processes(path, num_processes)))
+        if num_processes in balance.smaller
+        else balance
+    )
 
 
 def load_planned_model(balance: Balance, folder: Path) -> LoadedModel:

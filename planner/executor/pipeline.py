@@ -104,7 +104,7 @@ class Pipeline:
             """Stages that this rank runs, first to last."""
             self.whole_model = self._assembly.whole_model
             """The whole model. Its tensors have shapes, but no values."""
-            self.first_names = self._assembly.first_names
+            self.canonical_names = self._assembly.canonical_names
             """First name of each tensor in the model's state dict, by each of its names."""
             self.losses = self._trainer.losses
             """Loss of every step of this process."""
@@ -203,7 +203,7 @@ class Pipeline:
         yield from iter(lambda: self._next_of(batches), None)
 
     def _next_of(self, batches: Iterator[Batch]) -> Batch | None:
-        self._trainer.check_draws()
+        self._trainer.check_random_draws()
         return next(batches, None)
 
     def own_part(self, inputs: Any, targets: Any) -> Batch:
@@ -292,7 +292,7 @@ class Pipeline:
         """
         self._trainer.check_same_phase("end")
 
-    def begin_checkpoint(self) -> None:
+    def check_all_ranks_save(self) -> None:
         """Check that all ranks save a checkpoint. Every rank must call this method before it saves one.
 
         Raises:

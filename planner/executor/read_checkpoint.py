@@ -63,7 +63,7 @@ def read_checkpoint(source: Path, pipeline: Pipeline, optimizer: OptimizerState)
     own = stored.file(pipeline.rank if is_same_plan else 0)
     if is_same_plan:
         stored.file(place.rank_of(place.stages[0], replica=0))  # has all tensors of this rank, including tied ones
-    load_weights(stored, pipeline.named_tensors(), pipeline.first_names)
+    load_weights(stored, pipeline.named_tensors(), pipeline.canonical_names)
     optimizer_state = optimizer.read_from(stored)
     saved, present = len(own.state_part("groups")), len(optimizer.parameter_groups())
     if saved != present:

@@ -30,7 +30,7 @@ from planner.executor.run.losses import loss_weights_of_parts, sum_losses
 from planner.executor.run.parts import MiniBatchPart, micro_batches_of
 from planner.executor.run.random_state import StepSeeds, keeping_random_state
 from planner.executor.run.same_batch import NO_CHECKSUMS
-from planner.executor.run.script_changes import ScriptChanges
+from planner.executor.run.script_changes import ScriptChangeRecorder
 from planner.executor.watch.activity import ANY
 from planner.model.autocast import autocast_dtype
 from planner.model.load import Batch
@@ -45,7 +45,7 @@ class Trainer:
         self._job, self._assembly, self._mini_batches = job, assembly, mini_batches
         self._groups, self._recorder = assembly.groups, assembly.recorder
         self._parameters = dict(assembly.named_parameters())
-        self._script = ScriptChanges(self._parameters.values() if job.place.num_devices > 1 else [])
+        self._script = ScriptChangeRecorder(self._parameters.values() if job.place.num_devices > 1 else [])
         self._agreement = PhaseAgreement(job.place, assembly.groups, job.device, job.activity, script=self._script)
         self._frozen = [name for name, parameter in self._parameters.items() if not parameter.requires_grad]
         """Names of the parameters that `build_model` freezes, and no `forward` has unfrozen."""
@@ -108,7 +108,7 @@ class Trainer:
 
     def clip_gradients(self, max_norm: float) -> float:
         """Clip all gradients by their Euclidean norm over all stages, and return the norm before clipping."""
-        self._script.check_draws()
+        self._script.check_random_draws()
         elsewhere = {id(parameter) for parameter in self._assembly.tied.counted_elsewhere}
         trained = [parameter for parameter in self._parameters.values() if parameter.grad is not None]
         counted = [p.grad for p in trained if p.grad is not None and id(p) not in elsewhere]
@@ -131,7 +131,7 @@ class Trainer:
             metrics: Function that returns numbers by name for an output and a target; None for the loss only.
             outputs: If true, also return the model's outputs.
         """
-        self._script.ignore_draws()
+        self._script.ignore_random_draws()
         parts = self._mini_batches.parts_of_any_size(batch)
         observed = MetricsCollector(metrics, keeps_outputs=outputs)
         agreed = self._agree_on_phase("evaluation" if metrics is None else "evaluation with metrics", [parts])
@@ -143,9 +143,9 @@ class Trainer:
         self._job.activity.begin("between steps")
         return EvaluationResult(loss=loss, metrics=means, outputs=observed.outputs())
 
-    def check_draws(self) -> None:
+    def check_random_draws(self) -> None:
         """Raise a `UsageError` if the script has both drawn random numbers and changed weights since the last step."""
-        self._script.check_draws()
+        self._script.check_random_draws()
 
     def check_same_phase(self, phase: Literal["checkpoint", "end"]) -> None:
         """Check that all ranks are in the same phase, with equal copies of tied parameters and of shared values.
@@ -157,7 +157,7 @@ class Trainer:
         """
         if phase == "end" and self._agreement.has_ended:
             return
-        self.check_draws()
+        self.check_random_draws()
         self._agreement.check_and_sum(phase, self.step_index)
         self._assembly.tied.check_equal()
         if self._assembly.shared_values is not None:
@@ -290,7 +290,7 @@ class Trainer:
         if self._assembly.replicas is not None:
             self._assembly.replicas.wait_for_sums()
         self._assembly.tied.sum()
-        self.skipped = self._loss_scale is not None and not self._loss_scale.unscale()
+        self.skipped = self._loss_scale is not None and not self._loss_scale.unscale_and_update()
         if self._loss_scale is None and self._job.check_nan:
             check_gradients_are_finite(self._parameters, self._job.activity)
 

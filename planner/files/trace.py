@@ -39,8 +39,8 @@ class TraceSlice:
     """Details that a viewer shows for the selected slice."""
 
 
-class TraceLevel(NamedTuple):
-    """Memory of a process in bytes during an interval: from `start_us` to the start of the next `TraceLevel`."""
+class TraceMemory(NamedTuple):
+    """Memory of a process in bytes during an interval: from `start_us` to the start of the next `TraceMemory`."""
 
     process: int
     start_us: float
@@ -50,7 +50,7 @@ class TraceLevel(NamedTuple):
 def trace_text(
     processes: Mapping[int, str],
     slices: Iterable[TraceSlice],
-    levels: Iterable[TraceLevel] = (),
+    levels: Iterable[TraceMemory] = (),
     *,
     threads: Sequence[str] = TRACE_THREADS,
     title: str,

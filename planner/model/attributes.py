@@ -72,7 +72,7 @@ class AttributeSnapshot:
         """Return the attributes that changed since the snapshot, up to three levels of nested objects."""
         return [change for container in self._containers.values() for change in _changes(container)]
 
-    def tensors(self) -> list[Tensor]:
+    def current_tensors(self) -> list[Tensor]:
         """Return the tensors that are now in the attributes, up to three levels of nested objects."""
         leaves: list[Any] = []
         for container in self._containers.values():

@@ -15,7 +15,7 @@ _LIBRARIES = frozenset(("torch", "planner", *sys.stdlib_module_names))
 
 
 @contextmanager
-def record_model_code(functions: list[str]) -> Iterator[None]:
+def record_called_functions(functions: list[str]) -> Iterator[None]:
     """Append to `functions` the names of functions that this thread calls in the block, except in `_LIBRARIES`."""
 
     def see(frame: FrameType, event: str, _argument: Any) -> None:

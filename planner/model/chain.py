@@ -31,7 +31,7 @@ from planner.model.nests import tensors_in
 from planner.model.outline import ModelOutline, outline_of
 from planner.model.recorder import record
 from planner.model.refusals import sparse_gradient_error
-from planner.model.stage import ModelStage, module_at_path
+from planner.model.stage import ModelStage, get_or_create_module
 
 
 @dataclass(frozen=True)
@@ -74,9 +74,9 @@ class Chain:
         return tuple(layer.name for layer in self.layers)
 
     @property
-    def ends(self) -> tuple[str, ...]:
+    def boundary_names(self) -> tuple[str, ...]:
         """Names of the boundaries, as in the option `uncut`: each has the name of the layer before it."""
-        return self.names[:-1] if self.outline is None else self.outline.ends
+        return self.names[:-1] if self.outline is None else self.outline.boundary_names
 
     def modules(self, layer: int) -> tuple[str, ...]:
         """Return the paths of a layer's modules in execution order; empty if the layer is a single module."""
@@ -180,7 +180,7 @@ def register_at_path(root: nn.Module, name: str, module: nn.Module) -> None:
         module: The module.
     """
     *path, last = name.split(".")
-    module_at_path(root, path)._modules[last] = module
+    get_or_create_module(root, path)._modules[last] = module
 
 
 def run_layers(layers: Sequence[nn.Module], value: Any) -> Any:

@@ -45,7 +45,7 @@ SHAPE_ONLY = frozenset(
 
 
 _is_updating = ContextVar("_is_updating", default=False)
-"""True inside `check_parameter_update`."""
+"""True inside `refuse_other_stages_tensors`."""
 
 
 class NeedsValuesError(Exception):
@@ -256,7 +256,7 @@ def check_present(tensors: Iterable[Any], where: str) -> None:
 
 
 @contextmanager
-def check_parameter_update(parameters: Mapping[str, Tensor]) -> Iterator[None]:
+def refuse_other_stages_tensors(parameters: Mapping[str, Tensor]) -> Iterator[None]:
     """Raise a `ModelError` if an optimizer's step in the `with` block uses tensors that only another stage has."""
     token = _is_updating.set(True)
     try:

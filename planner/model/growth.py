@@ -19,7 +19,7 @@ from typing import Any
 from planner.core.errors import ModelError
 from planner.model.attributes import AttributeChange
 from planner.model.leaves import ConstantValue, Leaf, TensorLeaf, VaryingResult, as_sample_count
-from planner.model.nests import Nest, common_leaves, common_nest, leaf_names
+from planner.model.nests import Nest, common_leaf_positions, common_nest, leaf_names
 from planner.model.recording import FunctionResult, ModuleCall, Recording
 
 SIZES = (2, 4)
@@ -146,7 +146,7 @@ def _common_places(call: ModuleCall, other: ModuleCall) -> tuple[Nest, list[int 
     For a part that differs, both lists have None.
     """
     common = common_nest(call.nest, other.nest)
-    pairs = zip(common_leaves(call.nest, common), common_leaves(other.nest, common), strict=True)
+    pairs = zip(common_leaf_positions(call.nest, common), common_leaf_positions(other.nest, common), strict=True)
     places = [(None, None) if None in pair else pair for pair in pairs]
     return common, [first for first, _ in places], [second for _, second in places]
 

@@ -60,7 +60,7 @@ _OBJECT_DEPTH = 3
 """Objects are searched to this depth: a graph of torch_geometric holds its tensors in an object within an object."""
 
 
-def type_that_holds_samples(value: Any, num_samples: int) -> str:
+def unsplittable_type_name(value: Any, num_samples: int) -> str:
     """Return the type name of an object in `value` that cannot be split into micro-batches; else an empty text.
 
     Such an object has tensors of `num_samples` samples in its attributes or items, and is no tuple, list or dict.
@@ -85,7 +85,7 @@ PLAIN = (str, int, float)
 """Types of plain items of samples, such as labels in a list."""
 
 
-def plain_samples(value: Any, num_samples: int, types: tuple[type, ...] = PLAIN) -> str:
+def describe_sample_list(value: Any, num_samples: int, types: tuple[type, ...] = PLAIN) -> str:
     """Return a description of a list or array in `value` that has one item per sample; else an empty text.
 
     Args:
@@ -101,7 +101,7 @@ def plain_samples(value: Any, num_samples: int, types: tuple[type, ...] = PLAIN)
         return ""
     elif len(value) == num_samples and all(isinstance(item, types) for item in value):
         return f"a {type(value).__name__} of {num_samples} values of type {type(value[0]).__name__}"
-    return next(filter(None, (plain_samples(item, num_samples, types) for item in value)), "")
+    return next(filter(None, (describe_sample_list(item, num_samples, types) for item in value)), "")
 
 
 _EXAMPLE = "for example `--input 3x224x224` or `--input 1024:int64:32000`"

@@ -29,10 +29,10 @@ from planner.model.inputs import (
     PLAIN,
     PLAIN_CONTAINERS,
     STACKED,
+    describe_sample_list,
     input_tensor,
-    plain_samples,
     samples_first_hint,
-    type_that_holds_samples,
+    unsplittable_type_name,
 )
 from planner.model.module_tensors import parameters_as_ghosts
 from planner.model.nests import tensors_in
@@ -365,18 +365,18 @@ def _example_batch(
 def _check_samples(path: str, size: int, pair: Sequence[Any], example: Callable[[int], Any]) -> None:
     """Check that `pair`, the inputs and targets of `example(size)` in file `path`, can be cut into micro-batches."""
     wrong = [list(t.shape) for t in tree_flatten(pair)[0] if isinstance(t, Tensor) and t.shape[:1] != (size,)]
-    values = plain_samples(pair, size, (Tensor, dict) if wrong else PLAIN)
+    values = describe_sample_list(pair, size, (Tensor, dict) if wrong else PLAIN)
     others = ""
     if values:  # their number may equal the number of samples by chance
         with preserve_torch_generators(), contextlib.suppress(Exception):
-            others = plain_samples(example(size + 1), size + 1, (Tensor, dict) if wrong else PLAIN)
+            others = describe_sample_list(example(size + 1), size + 1, (Tensor, dict) if wrong else PLAIN)
     if wrong and not others:
         raise ModelError(
             f"{path}: `example_batch({size})` returned a tensor of shape {wrong[0]}, "
             f"expected {size} samples in its first dimension",
             hint=samples_first_hint(wrong[0], size),
         )
-    kind = type_that_holds_samples(pair, size)
+    kind = unsplittable_type_name(pair, size)
     if kind:
         raise ModelError(
             f"{path}: `example_batch({size})` returned a {kind}, which cannot be cut into micro-batches",

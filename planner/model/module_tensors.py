@@ -113,7 +113,7 @@ def replace_attribute_tensors(module: nn.Module, other: Callable[[Tensor], Tenso
     return changed
 
 
-def drop_graphs(value: Any) -> Any:
+def replace_computed_by_ghosts(value: Any) -> Any:
     """Replace tensors that have an autograd graph by ghosts (tensors without values).
 
     Objects, lists and dicts in `value` are changed in place. This frees the graphs, which keep parameters in memory.

@@ -104,7 +104,7 @@ def common_nest(nest: Nest, other: Nest) -> Nest:
     return Nest(nest.kind, nest.keys, tuple(map(common_nest, nest.children, other.children)))
 
 
-def common_leaves(nest: Nest, common: Nest) -> list[int | None]:
+def common_leaf_positions(nest: Nest, common: Nest) -> list[int | None]:
     """Return for each leaf of `common` its position among the leaves of `nest`.
 
     `common` is a result of `common_nest`. The position is None if `nest` has a nested value in place of the leaf.

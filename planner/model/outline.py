@@ -57,7 +57,7 @@ class ModelOutline:
     """Positions of the cuts in the recorded forward, in order."""
     names: tuple[str, ...]
     """Names of the layers; there is one layer more than there are cuts."""
-    ends: tuple[str, ...]
+    boundary_names: tuple[str, ...]
     """Name of each cut, as in the option `uncut`. The name does not change if other cuts are removed."""
     modules: tuple[tuple[str, ...], ...]
     """For each layer, the paths of the largest modules that run completely in the layer, in order."""
@@ -206,7 +206,7 @@ def _outline_of_cuts(
         shapes=shapes,
         cuts=chosen,
         names=_layer_names(model, modules),
-        ends=tuple(name for _, name in ends),
+        boundary_names=tuple(name for _, name in ends),
         modules=modules,
         model_tensors=model_tensors,
         crossings=crossings,

@@ -26,7 +26,7 @@ from planner.model.functions import FunctionCall, FunctionWatch, is_in_vmap
 from planner.model.ghosts import SHAPE_ONLY, NeedsValuesError, storage_key, storage_of
 from planner.model.leaves import ArgumentLeaf, ConstantValue, Leaf, NamedLeaf, TensorLeaf, TensorMeta, is_plain
 from planner.model.loss_reads import addresses_read
-from planner.model.module_tensors import copy_buffers_temporarily, drop_graphs, parameters_as_ghosts
+from planner.model.module_tensors import copy_buffers_temporarily, parameters_as_ghosts, replace_computed_by_ghosts
 from planner.model.nests import flatten, tensors_in, tensors_within
 from planner.model.operators import OperatorWatch, depends_on_values, written_tensors
 from planner.model.recording import END, CarriedState, FunctionResult, ModuleCall, RecordedOperator, Recording
@@ -75,7 +75,7 @@ def record(model: nn.Module, inputs: Any, *, loss_of: Callable[[Any], object] | 
         del output
         states = written_states(recorder.recording, *recorder.changed_tensors(model))
         recorder.recording.states = (*states, *_attribute_states(recorder, model, inputs))
-    recorder.drop_graphs()
+    recorder.release_graphs()
     return recorder.recording
 
 
@@ -183,11 +183,11 @@ class _ForwardRecorder:
         self.recording.outputs, self.recording.output_nest = tuple(versions), nest
         self.recording.unread = frozenset(versions).difference(used, (-1,))
 
-    def drop_graphs(self) -> None:
+    def release_graphs(self) -> None:
         for call in self.recording.calls:
             for leaf in (*call.leaves, *(leaf for change in call.changes for leaf in change.leaves)):
                 if isinstance(leaf, ConstantValue) and not is_plain(leaf.value):
-                    drop_graphs(leaf.value)
+                    replace_computed_by_ghosts(leaf.value)
 
     def changed_tensors(self, model: nn.Module) -> tuple[dict[int, str], dict[int, str]]:
         inputs = (leaf.number for leaf in self.recording.inputs if isinstance(leaf, TensorLeaf))

@@ -35,7 +35,7 @@ from torch.utils._pytree import tree_map_only
 from planner.core.errors import ModelError
 from planner.core.values.units import pluralize
 from planner.model.autocast import autocast_dtype
-from planner.model.backward_code import record_model_code
+from planner.model.backward_code import record_called_functions
 from planner.model.calling import arguments_of, intercept_calls
 from planner.model.gradient_files import keep_gradients_in_files
 from planner.model.label_counts import label_count
@@ -239,7 +239,7 @@ def _accumulate(
         total += float(loss.detach()) * weight
         if _has_gradient(model, loss):
             before, drawn, versions = _values(model, loaded), _generators(), _versions(model)
-            with record_model_code(functions):
+            with record_called_functions(functions):
                 (loss * weight * scale).sum().backward()
             _refuse_changes(before, _values(model, loaded))
             _refuse_draws(drawn)

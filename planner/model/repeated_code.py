@@ -27,8 +27,8 @@ class RepeatedCode:
         run = self._recording.operators[operator]
         return run.time < cut <= self._exit_of(self._runner_of[run.call])
 
-    def exposes_results(self, call: int, cut: int) -> bool:
-        """Return True if a call ends before the cut, and the code that made the call runs again after the cut."""
+    def has_exposed_result(self, call: int, cut: int) -> bool:
+        """Return True if code that runs again after the cut has the result of a call before the cut."""
         if call < 0:  # all code of the model may use its inputs
             return True
         maker = self._recording.calls[call]
@@ -45,7 +45,7 @@ class RepeatedCode:
             Indices of the tensors in `Recording.values`.
         """
         exposures = self._recording.exposures.get(storage, ())
-        return {value for value, call in exposures if self.exposes_results(call, cut)}
+        return {value for value, call in exposures if self.has_exposed_result(call, cut)}
 
     def _runner(self, call: ModuleCall) -> int:
         # A constant call runs again with the innermost call around it that is not constant.

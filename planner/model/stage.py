@@ -14,11 +14,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from planner.model.carried_state import attribute_key
+from planner.model.model_part import ModelPart
 from planner.model.outline import ModelOutline
 from planner.model.recording import END
 from planner.model.refusals import control_flow_error
 from planner.model.stage_forward import StageForward, attribute_named
-from planner.model.stage_part import StagePart
 
 
 class ModelStage(nn.Module):
@@ -31,12 +31,12 @@ class ModelStage(nn.Module):
     def __init__(self, outline: ModelOutline, model: nn.Module, first: int, end: int) -> None:
         super().__init__()
         # One attribute that is not a module leaves all other names free for the model's parameters and buffers.
-        self._part = StagePart(outline, model, first, end)
+        self._part = ModelPart(outline, model, first, end)
         self.register_tensors_in(self)
 
     def forward(self, received: Any) -> Any:
         """Return the tensors for the next stage or, in the last stage, the model's output."""
-        return StageForward(self._part, received).result()
+        return StageForward(self._part, received).run_stage()
 
     def register_tensors_in(self, root: nn.Module) -> None:
         """Register the stage's parameters and buffers in `root` under their names, except the `replaced_buffers`."""
@@ -44,7 +44,7 @@ class ModelStage(nn.Module):
             if name in self._part.replaced:  # registering it would keep the first tensor in memory
                 continue
             *path, last = name.split(".")
-            holder = module_at_path(root, path)
+            holder = get_or_create_module(root, path)
             try:
                 owner = self._part.model.get_submodule(".".join(path))
                 if last in owner._parameters:
@@ -130,7 +130,7 @@ class ModelStage(nn.Module):
         return self._part.model
 
 
-def module_at_path(root: nn.Module, path: Sequence[str]) -> nn.Module:
+def get_or_create_module(root: nn.Module, path: Sequence[str]) -> nn.Module:
     """Return the module at `path` below `root`, and create missing modules."""
     for part in path:
         below = root._modules.get(part)

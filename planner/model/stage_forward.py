@@ -35,11 +35,11 @@ from planner.model.leaves import (
     describe_constant,
     is_same_constant,
 )
+from planner.model.model_part import ModelPart
 from planner.model.nests import ABSENT, align_leaves, flatten, leaf_names, unflatten
 from planner.model.recording import END, FunctionResult, ModuleCall
 from planner.model.refusals import control_flow_error
 from planner.model.regions import without_reentrant_checkpointing
-from planner.model.stage_part import StagePart
 from planner.model.stand_ins import StandInFactory
 
 
@@ -58,7 +58,7 @@ class StageForward:
         ModelError: The inputs have another structure than the example batch.
     """
 
-    def __init__(self, part: StagePart, received: Any) -> None:
+    def __init__(self, part: ModelPart, received: Any) -> None:
         self._part = part
         self._recording = part.outline.recording
         self._calls = self._recording.calls
@@ -82,7 +82,7 @@ class StageForward:
             # The model's code runs from its start and needs the model's inputs. Those that cross the cut were received.
             self._inputs = self._rebuilt(self._recording.inputs, self._recording.input_nest, [])
 
-    def result(self) -> Any:
+    def run_stage(self) -> Any:
         """Run the stage and return the tensors for the next stage, or the model's output.
 
         Raises:

@@ -17,8 +17,8 @@ from planner.core.errors import ModelError
 from planner.core.values.devices import TORCH_KINDS
 from planner.model.ghosts import SHAPE_ONLY, ghost_like, ghost_of_shape, zeros_without_memory
 from planner.model.leaves import ConstantValue, TensorLeaf
+from planner.model.model_part import ModelPart
 from planner.model.nests import ABSENT, tensors_in
-from planner.model.stage_part import StagePart
 
 
 class UnreadOutput(Tensor):
@@ -54,7 +54,7 @@ def _unread_output(name: str, shape: Sequence[int], dtype: torch.dtype, device: 
 class StandInFactory:
     """Factory of stand-ins for tensors that a stage lacks, for a micro-batch of `size` samples."""
 
-    def __init__(self, part: StagePart, size: int, device: torch.device) -> None:
+    def __init__(self, part: ModelPart, size: int, device: torch.device) -> None:
         self._part = part
         self._size = size
         # Ghosts do not work with tensors on devices such as TPUs; there, stand-ins are zeros. Zeros do not reveal

@@ -176,7 +176,7 @@ def _attribute_bytes(unit: LayerToMeasure, received: MeasurementInput, meter: Me
     held = _storages([*unit.module.parameters(), *unit.module.buffers()])
     parts = unit.module.state_modules if isinstance(unit.module, ModelStage) else unit.module.modules()
     # Only sizes are kept, no tensors, so that the next forward can release the tensors that it replaces.
-    sizes = _storages(AttributeSnapshot(("", part) for part in parts).tensors())
+    sizes = _storages(AttributeSnapshot(("", part) for part in parts).current_tensors())
     loose = {key: size for key, size in sizes.items() if key not in held}
     if not loose:
         return 0, 0

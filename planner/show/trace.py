@@ -6,7 +6,7 @@ Each device is a process of the trace, with a counter `memory`, as in the trace 
 from collections.abc import Iterator
 from dataclasses import replace
 
-from planner.files.trace import TRACE_THREADS, TraceLevel, TraceSlice, trace_text
+from planner.files.trace import TRACE_THREADS, TraceMemory, TraceSlice, trace_text
 from planner.show.step import Span, StepTimeline
 from planner.show.views.numbers import row_noun
 from planner.show.views.spans import micro_batch_text
@@ -18,7 +18,7 @@ def predicted_trace_json(step: StepTimeline, title: str) -> str:
     return trace_text(
         {device: f"{row_noun(step.chunks)} {device}" for device in range(step.num_devices)},
         (entry for span in step.spans for entry in _slices(span, step)),
-        (TraceLevel(device, *level) for device, levels in enumerate(step.memory) for level in levels),
+        (TraceMemory(device, *level) for device, levels in enumerate(step.memory) for level in levels),
         threads=[thread for thread in TRACE_THREADS if thread in kinds],
         title=title,
         description="predicted by gpipe-plan, one training step",

@@ -20,7 +20,7 @@ from planner.core.values.devices import accelerator
 from planner.core.values.units import format_bytes
 from planner.executor.build.building import check_same_model
 from planner.executor.job import load_planned_model
-from planner.executor.keep.weights import first_names, load_weights, model_state_dict, saved_tensors, write_weights
+from planner.executor.keep.weights import canonical_names, load_weights, model_state_dict, saved_tensors, write_weights
 from planner.executor.run.loader import example_mini_batch, repeat_train_batches
 from planner.executor.run.parts import micro_batches_of
 from planner.files import check_writable, read_balance
@@ -71,7 +71,7 @@ class JaxTraining:
         layers = self.model.chain(built)
         check_same_model(self.balance, self.model, layers)
         if arguments.weights:
-            casts = load_weights(arguments.weights, saved_tensors(built), first_names(built), built)
+            casts = load_weights(arguments.weights, saved_tensors(built), canonical_names(built), built)
             if casts:
                 print(f"cast on loading {arguments.weights}: {', '.join(casts)}", flush=True)
         self._rule = optimizer_rule(self.model.build_optimizer, list(built.parameters()))

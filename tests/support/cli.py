@@ -82,7 +82,7 @@ def no_proof(monkeypatch: pytest.MonkeyPatch) -> None:
         proof = Proof(layers=layers, cuts=layers - 1, gradients=1, states=1)
         return check.EquivalenceResult(loaded=loaded, proof=proof, warnings=())
 
-    monkeypatch.setattr(new_process, "check_without_gpu", verified)
+    monkeypatch.setattr(new_process, "check_equivalence_on_cpu", verified)
 
 
 def no_calibration(monkeypatch: pytest.MonkeyPatch) -> None:

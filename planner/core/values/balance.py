@@ -49,7 +49,7 @@ class RunPrediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Balance:
-    """Cuts and settings with which the executor runs the stages of a plan.
+    """Balance configuration (`balance.yaml`): cuts and settings with which the executor runs the stages of a plan.
 
     Stages list the names of their layers, so that a changed model is detected.
     """
@@ -80,7 +80,7 @@ class Balance:
     order: tuple[str, ...] = ()
     """Actions of each device of a pipeline, in order, if the schedule was searched for this plan; else empty."""
     smaller: tuple[int, ...] = ()
-    """Smaller numbers of processes for which there are other balance files (`cuts_path`), in descending order."""
+    """Smaller numbers of processes that have a balance file (`balance_path_for_processes`), in descending order."""
     planned: RunPrediction | None = None
     """Predictions that are compared with the run at its end."""
 
@@ -118,7 +118,7 @@ class Balance:
         return tuple(stages_on(device, self.num_devices, self.chunks, self.placement) for device in devices)
 
 
-def cuts_path(path: PurePath, num_processes: int) -> PurePath:
+def balance_path_for_processes(path: PurePath, num_processes: int) -> PurePath:
     """Return the path of the balance file for another number of processes: `balance-6.yaml` for 6, next to `path`."""
     return path.with_name(f"{path.stem}-{num_processes}{path.suffix}")
 

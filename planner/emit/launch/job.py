@@ -18,7 +18,7 @@ from typing import Final
 
 from planner import __version__
 from planner.core.errors import UsageError
-from planner.core.values.balance import Balance, cuts_path
+from planner.core.values.balance import Balance, balance_path_for_processes
 from planner.core.values.nodes import Nodes, are_on_different_nodes
 from planner.core.values.placement import rank_of
 from planner.core.values.plan import Inputs
@@ -111,7 +111,9 @@ class LaunchJob:
 
     def _about_plans(self) -> list[str]:
         balance = PurePath("balance.yaml")
-        fewer = [f"{_described(s)} ({cuts_path(balance, s.num_processes)})" for s in self.cluster_sizes[1:]]
+        fewer = [
+            f"{_described(s)} ({balance_path_for_processes(balance, s.num_processes)})" for s in self.cluster_sizes[1:]
+        ]
         return [f"With fewer nodes it continues with {', or '.join(fewer)}."] if fewer else []
 
 

@@ -13,7 +13,7 @@ from planner.core.schedule import schedule_of
 from planner.executor.build.building import StageRange, build_stages, build_structure, check_same_model
 from planner.executor.build.initial_values import can_be_equalized, equalize_copies
 from planner.executor.job import RankJob
-from planner.executor.keep.weights import first_names
+from planner.executor.keep.weights import canonical_names
 from planner.executor.measure.recorder import RunRecorder
 from planner.executor.run.engine import Engine, EngineStage
 from planner.executor.run.loader import example_mini_batch
@@ -56,7 +56,7 @@ class ProcessStages:
         )
         self._chain = structure or build_structure(model)
         check_same_model(balance, model, self._chain)
-        self.first_names = first_names(self._chain.model)
+        self.canonical_names = canonical_names(self._chain.model)
         """First name of each tensor, by each of its names in the state dict. A tied tensor has several names."""
         cuts = list(accumulate(balance.balance, initial=0))
         self._ranges = [StageRange(cuts[k], cuts[k + 1], bool(balance.stages[k].recomputed)) for k in place.stages]
@@ -120,7 +120,7 @@ class ProcessStages:
     def named_tensors(self) -> dict[str, Tensor]:
         """Return this process's part of the model's state dict: parameters and persistent buffers by name."""
         held = (pair for module in self.modules for pair in named_tensors(module))
-        return {name: tensor for name, tensor in held if name in self.first_names}
+        return {name: tensor for name, tensor in held if name in self.canonical_names}
 
     def set_shapes(self, part: MiniBatchPart, *, training: bool) -> None:
         """Set the shapes of received and sent tensors for the micro-batches of `part`, in training or evaluation."""
@@ -180,7 +180,9 @@ class ProcessStages:
                 received=shapes.boundaries[layers.first].tensors,
                 sent=(loss,) if index == last else shapes.boundaries[layers.end].tensors,
                 timer=partial(self.recorder.timed, stage=index),
-                last_backward=partial(self.replicas.last_backward, n) if self.replicas else nullcontext,
+                send_during_last_backward=partial(self.replicas.send_during_last_backward, n)
+                if self.replicas
+                else nullcontext,
             )
             for n, (index, module, layers) in enumerate(zip(place.stages, self.modules, self._ranges, strict=True))
         ]

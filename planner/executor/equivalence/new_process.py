@@ -29,7 +29,7 @@ _NOT_SENT = "the model object cannot be sent to another process for the equivale
 _HINT = 'give the path of a model file instead; `proof_budget="0s"` skips the check'
 
 
-def check_without_gpu(
+def check_equivalence_on_cpu(
     loaded: LoadedModel,
     load: Callable[[], LoadedModel],
     progress: Callable[[str], None] = lambda _text: None,

@@ -53,8 +53,8 @@ _DRAWS = 2  # one is not enough, because a change may or may not flip a ReLU
 """Number of random changes of the parameters with which the amplification of rounding errors is measured."""
 
 
-class CutProblem(NamedTuple):
-    """Problem with a cut, as a text, and a hint for the user. Both are empty if the cut has no problem."""
+class CutFailure(NamedTuple):
+    """Reason why a cut fails the check, and a hint for the user. Both are empty if the cut does not fail."""
 
     text: str = ""
     hint: str = ""
@@ -70,7 +70,7 @@ class RoundResult:
 
     proof: Proof
     num_cuts: int = 0
-    wrong: Mapping[str, CutProblem] = field(default_factory=dict)
+    wrong: Mapping[str, CutFailure] = field(default_factory=dict)
     """Problem of each cut that failed, by the name of the layer before the cut."""
     is_failure: bool = False
     """True if an error prevented the comparison. Lack of time or memory is no error."""
@@ -106,7 +106,7 @@ class EquivalenceRound:
         compared: list[int] = []
         recomputed, took_s = "", 0.0
         relative: dict[str, float] = {}
-        wrong: dict[int, CutProblem] = {}
+        wrong: dict[int, CutFailure] = {}
         num_groups = -(-len(wanted) // max(1, most))
         groups = [wanted[n::num_groups] for n in range(num_groups)]  # the cuts of a group are far apart
         for number, cuts in enumerate(groups):
@@ -122,9 +122,13 @@ class EquivalenceRound:
             relative |= verdict.relative
         recomputed = recomputed or self._writes_of_backwards()
         alike = {place: self._represented_cuts(standing_for, place) for place in compared}
-        named = {self.subject.whole.ends[cut - 1]: why for place, why in sorted(wrong.items()) for cut in alike[place]}
+        named = {
+            self.subject.whole.boundary_names[cut - 1]: why
+            for place, why in sorted(wrong.items())
+            for cut in alike[place]
+        }
         proof = self._proof({cut for cuts in alike.values() for cut in cuts}, relative, recomputed)
-        num_cuts = len(self.subject.whole.ends)
+        num_cuts = len(self.subject.whole.boundary_names)
         random = self._difference_of_references() if len(named) == num_cuts else ""
         return RoundResult(proof=proof, num_cuts=num_cuts, wrong=named, random=random)
 
@@ -190,7 +194,7 @@ class EquivalenceRound:
             return _GroupResult(without_recomputation, differs_recomputed=differs)
         if len(cuts) == 1:
             return _GroupResult(without_recomputation, wrong={cuts[0]: still})
-        alone: dict[int, CutProblem] = {}
+        alone: dict[int, CutFailure] = {}
         for cut in cuts:
             # A cut for which there is no more time counts as wrong.
             is_late = time.monotonic() > self.request.deadline + self.request.budget_s
@@ -199,15 +203,15 @@ class EquivalenceRound:
         # If no cut is wrong alone, only several cuts at once cause the problem, and all of them are removed.
         return _GroupResult(without_recomputation, wrong=wrong or dict.fromkeys(cuts, still))
 
-    def _problem_of_merged_stages(self, cuts: Sequence[int], differences: Sequence[StageDifferences]) -> CutProblem:
+    def _problem_of_merged_stages(self, cuts: Sequence[int], differences: Sequence[StageDifferences]) -> CutFailure:
         """Merge stages that no backward reaches with their next stage, compare again, and return the problem.
 
         Such a stage is not recomputed alone, only together with later layers.
         """
         reached = [cut for cut, rank in zip(cuts, differences, strict=False) if rank.receives_gradients]
-        return CutProblem() if len(reached) == len(cuts) else self._compare_pipeline(reached, "except-last")[1]
+        return CutFailure() if len(reached) == len(cuts) else self._compare_pipeline(reached, "except-last")[1]
 
-    def _compare_pipeline(self, cuts: Sequence[int], recompute: Recompute) -> tuple[list[StageDifferences], CutProblem]:
+    def _compare_pipeline(self, cuts: Sequence[int], recompute: Recompute) -> tuple[list[StageDifferences], CutFailure]:
         """Train a pipeline with these cuts, and compare it with the reference.
 
         Returns:
@@ -229,13 +233,13 @@ class EquivalenceRound:
             if not _is_lost_connection(error):
                 hint = next((hint for text, hint in _HINTS.items() if text in error.message), "")
                 # Hints about a training that diverges are wrong here, because the plain loop does not diverge.
-                return [], CutProblem(error.message, error.hint if error.is_user_error else hint)
+                return [], CutFailure(error.message, error.hint if error.is_user_error else hint)
             differences = self._run_ranks(trial)  # try again, because a connection failed, not a stage
         different = _name_unequal_copies(differences)
         if different:
-            return differences, CutProblem(different)
+            return differences, CutFailure(different)
         relative = _merged_differences(differences)
-        return differences, CutProblem(largest_unexplained_difference(relative, lambda: self._rounding_noise))
+        return differences, CutFailure(largest_unexplained_difference(relative, lambda: self._rounding_noise))
 
     def _run_ranks(self, trial: PipelineTrial) -> list[StageDifferences]:
         rendezvous = Path(tempfile.mkdtemp(dir=self.folder.parent)) / "store"
@@ -311,7 +315,7 @@ class _GroupResult(NamedTuple):
 
     differences: Sequence[StageDifferences]
     """Differences of each rank."""
-    wrong: Mapping[int, CutProblem] = {}
+    wrong: Mapping[int, CutFailure] = {}
     """Problem of each cut that failed."""
     differs_recomputed: str = ""
     """Text about a difference that occurs only with recomputation; empty if there is none."""

@@ -31,7 +31,7 @@ from planner.executor.equivalence.differences import (
 from planner.executor.equivalence.isolation import return_freed_blocks_to_system
 from planner.executor.pipeline import Pipeline
 from planner.model.chain import Chain
-from planner.model.ghosts import check_parameter_update
+from planner.model.ghosts import refuse_other_stages_tensors
 from planner.model.gradient_files import keep_gradients_in_files
 from planner.model.load import LoadedModel
 from planner.model.module_tensors import attribute_tensors
@@ -91,7 +91,7 @@ class _RankTraining:
     def __init__(self, trial: PipelineTrial, pipeline: Pipeline) -> None:
         self._trial, self._pipeline = trial, pipeline
         # A tied tensor may have different names on different ranks, so use its first name.
-        first = pipeline.first_names
+        first = pipeline.canonical_names
         self._named = {first.get(name, name): parameter for name, parameter in pipeline.named_parameters()}
         self._found = StageDifferences(receives_gradients=all(m.receives_gradients for m in pipeline.modules))
         self._before = self._wait_for_reference_state("initial")
@@ -124,7 +124,7 @@ class _RankTraining:
         return self._found
 
     def _update(self, optimizer: torch.optim.Optimizer, step: int) -> None:
-        with check_parameter_update(self._named):
+        with refuse_other_stages_tensors(self._named):
             optimizer.step()
         if not self._found.late_step:  # of the late steps, only the last update is compared
             self._compare_update(optimizer, step)
@@ -147,7 +147,7 @@ class _RankTraining:
                 continue
             is_lent = tensor.data_ptr() == right.data_ptr()
             if not is_lent and not torch.equal(tensor.detach(), right):
-                self._found.own_values[self._pipeline.first_names.get(name, name)] = digest_of_tensor(tensor)
+                self._found.own_values[self._pipeline.canonical_names.get(name, name)] = digest_of_tensor(tensor)
                 tensor.detach().copy_(right)
 
     def _held_tensors(self) -> dict[str, Tensor]:

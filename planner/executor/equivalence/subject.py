@@ -208,12 +208,12 @@ class CheckedModel:
     @property
     def compared_cuts(self) -> dict[int, int]:
         """For each compared cut of the user's model, the equivalent cut of `chain`, which the check trains."""
-        places = {end: cut for cut, end in enumerate(self.chain.ends, start=1)}
+        places = {end: cut for cut, end in enumerate(self.chain.boundary_names, start=1)}
         kept = {name: index for index, name in enumerate(self.whole.names)}
         shown: dict[int, int] = {}
         for first, *others in self.cut_classes.classes:
             for cut in (first, *others):
-                place = places.get(self.whole.ends[cut - 1])
+                place = places.get(self.whole.boundary_names[cut - 1])
                 if place is None or place >= len(self.chain.names):
                     continue
                 following = kept.get(self.chain.names[place])

@@ -19,10 +19,10 @@ class OptimizerState:
     """State of a rank's optimizer, by parameter name. A tied parameter has several names; the first one is used."""
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor], first_names: Mapping[str, str]
+        self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor], canonical_names: Mapping[str, str]
     ) -> None:
         self._optimizer = optimizer
-        self._names = {id(parameter): first_names.get(name, name) for name, parameter in parameters.items()}
+        self._names = {id(parameter): canonical_names.get(name, name) for name, parameter in parameters.items()}
 
     def state_by_name(self) -> dict[str, dict[str, Any]]:
         """Return the optimizer's state of each parameter, by name. Parameters without state are left out."""

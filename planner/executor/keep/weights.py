@@ -32,8 +32,8 @@ _NESTED = ("model", "state_dict", "model_state_dict")
 """Keys under which training scripts store the state dict."""
 
 
-def first_names(model: nn.Module) -> dict[str, str]:
-    """Return, for every name in a model's state dict, the first name of the same tensor. Hooks have no effect."""
+def canonical_names(model: nn.Module) -> dict[str, str]:
+    """Return the first name of the same tensor for each name in a model's state dict. Hooks have no effect."""
     first: dict[tuple[Any, ...], str] = {}
     return {
         name: first.setdefault(memory_key(tensor) if tensor.numel() else (name,), name)
@@ -64,7 +64,7 @@ def load_weights(
         source: To start a new run, the path of its weights: a file of `torch.save` or safetensors, or a checkpoint. To
             resume a run, its opened checkpoint, whose tensors may contain NaN.
         tensors: Tensors of the stage, by name in the model.
-        names: Result of `first_names` for the whole model.
+        names: Result of `canonical_names` for the whole model.
         whole: The whole model; its tensors may be on the meta device. Its `load_state_dict` pre-hooks are applied to
             the state dict of a new run. If None, no hooks are applied.
 
@@ -126,7 +126,7 @@ def export_weights(folder: str, path: str) -> int:
 def model_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """Return the state dict of a model. A tied tensor is the same object under all its names."""
     state = {name: tensor.detach().contiguous() for name, tensor in saved_tensors(model).items()}
-    return {name: state[first] for name, first in first_names(model).items()}
+    return {name: state[first] for name, first in canonical_names(model).items()}
 
 
 def write_weights(state: dict[str, Tensor], path: str) -> None:

@@ -20,7 +20,7 @@ from planner.core.errors import TrainingError
 from planner.core.values.units import pluralize
 from planner.executor.run.placement import ProcessGroups, ProcessPlace
 from planner.executor.run.same_batch import NO_CHECKSUMS, BatchChecksums
-from planner.executor.run.script_changes import NO_RECORD, ScriptChanges, ScriptRecord
+from planner.executor.run.script_changes import NO_CHANGES, ScriptChangeRecorder, ScriptChanges
 from planner.executor.run.transfers import wait_for_all
 from planner.executor.watch.activity import ANY, RankActivity
 
@@ -95,10 +95,10 @@ class PhaseAgreement:
         device: torch.device,
         activity: RankActivity,
         *,
-        script: ScriptChanges,
+        script: ScriptChangeRecorder,
     ) -> None:
         self._place, self._groups, self._activity, self._script = place, groups, activity, script
-        length = 2 + _NUM_SIZES + len(NO_CHECKSUMS) + len(NO_RECORD)
+        length = 2 + _NUM_SIZES + len(NO_CHECKSUMS) + len(NO_CHANGES)
         self._own = torch.zeros(length, dtype=torch.float64, device=device)
         self._received = torch.zeros_like(self._own)
         self._sending: list[dist.Work] = []
@@ -162,10 +162,10 @@ class PhaseAgreement:
             if received.checksums.differ_from(begun.checksums):
                 raise self._other_batch_error(begun.step, "a rank before it")
             begun = begun._replace(checksums=begun.checksums.completed_by(received.checksums))
-            self._script.compare(ScriptRecord(int(count), int(rates), gradients, added, weights), place.rank, previous)
+            self._script.compare(ScriptChanges(int(count), int(rates), gradients, added, weights), place.rank, previous)
         if place.position + 1 < place.num_devices:
             self.wait_until_sent()  # the previous message, which the next rank has received by now
-            self._own.copy_(torch.tensor([*begun.numbers, *self._script.record], dtype=torch.float64))
+            self._own.copy_(torch.tensor([*begun.numbers, *self._script.changes], dtype=torch.float64))
             self._sending = _start_transfer(dist.isend, self._own, place.rank_of(place.position + 1), group)
 
     def _compare_replicas(self, begun: _BegunPhase, count: float) -> float:

@@ -45,11 +45,11 @@ from planner.core.schedule import (
     sending_stage,
 )
 from planner.core.values.precision import Precision
-from planner.executor.run.gradients import check_gradient_has_values, check_output
+from planner.executor.run.gradients import check_gradient_has_values, check_output_is_finite
 from planner.executor.run.losses import sum_losses
 from planner.executor.run.replicas import is_replica_hook
 from planner.executor.run.stage_module import StageModule
-from planner.executor.run.transfers import Message, Transfers
+from planner.executor.run.transfers import MessageKey, Transfers
 from planner.executor.watch.activity import RankActivity
 from planner.model.autocast import forward_context, weight_cast_cache
 from planner.model.process_group import hide_process_group
@@ -78,7 +78,9 @@ class EngineStage:
     sent: tuple[Tensor, ...]
     """Tensors for the next stage, or the loss; on the meta device."""
     timer: ActionTimer
-    last_backward: Callable[[Mapping[nn.Parameter, int] | None], AbstractContextManager[object]] = nullcontext
+    send_during_last_backward: Callable[[Mapping[nn.Parameter, int] | None], AbstractContextManager[object]] = (
+        nullcontext
+    )
     """Function that returns a context manager for the stage's last backward (B or W) in a step.
 
     Its argument is the number of additions to each gradient in this backward; None if unknown."""
@@ -86,7 +88,7 @@ class EngineStage:
 
 class _StageAction(NamedTuple):
     stage: EngineStage
-    message: Message
+    message: MessageKey
     activity: str
     """Name of this action in messages of the failure watch."""
     source: int | None
@@ -249,7 +251,7 @@ class Engine:
         kind, stage, micro_batch = instruction.kind, instruction.stage, instruction.micro_batch
         action = _StageAction(
             stage=self._stage_at[stage],
-            message=Message(kind, stage, micro_batch),
+            message=MessageKey(kind, stage, micro_batch),
             activity=f"{KINDS[kind].label} of micro-batch {micro_batch}",
             source=sending_stage(kind, stage, self._num_stages),
             target=receiving_stage(kind, stage, self._num_stages),
@@ -261,7 +263,7 @@ class Engine:
 
     def _transfer_of(self, instruction: Instruction) -> Callable[[], None]:
         kind, stage = instruction.kind, self._stage_at[instruction.stage]
-        message = Message(kind, stage.index, instruction.micro_batch)
+        message = MessageKey(kind, stage.index, instruction.micro_batch)
         other = (sending_stage if instruction.do == "receive" else receiving_stage)(kind, stage.index, self._num_stages)
         assert other is not None  # the program has no transfers at the ends of the chain
         rank = self._ranks[self._devices[other]]
@@ -280,13 +282,13 @@ class Engine:
         )
         return partial(send, message, _tensors_with_gradient(stage.received), rank)
 
-    def _send_output(self, message: Message, rank: int) -> None:
+    def _send_output(self, message: MessageKey, rank: int) -> None:
         self._transfers.send_output(message, self._in_flight[message[1:]].outputs, rank)
 
-    def _send_gradient(self, message: Message, shapes: Sequence[Tensor], rank: int) -> None:
+    def _send_gradient(self, message: MessageKey, shapes: Sequence[Tensor], rank: int) -> None:
         self._transfers.send_gradient(self._gradients.pop(message[1:]), shapes, rank)
 
-    def _send_gradient_and_loss(self, message: Message, shapes: Sequence[Tensor], rank: int) -> None:
+    def _send_gradient_and_loss(self, message: MessageKey, shapes: Sequence[Tensor], rank: int) -> None:
         if message.stage == self._num_stages - 1:
             self._weigh_losses()
         self._transfers.send_gradient((*self._gradients.pop(message[1:]), self.loss), (*shapes, _LOSS), rank)
@@ -306,14 +308,14 @@ class Engine:
         ):
             result = stage.timer("forward", lambda: stage.module(*inputs), micro_batch=micro_batch)
         if self._check_nan:
-            check_output(result, self._activity)
+            check_output_is_finite(result, self._activity)
         outputs = result if isinstance(result, tuple) else (result,)
         self._in_flight[stage.index, micro_batch] = _InFlight(inputs, outputs)
         if action.target is None:
             # Keep the loss until the end of the step, but not its graph, which refers to the received input.
             self._losses[micro_batch] = outputs[0].detach()
         elif self._is_here(action.target):
-            self._transfers.hand_over(Message("F", action.target, micro_batch), tuple(x.detach() for x in outputs))
+            self._transfers.hand_over(MessageKey("F", action.target, micro_batch), tuple(x.detach() for x in outputs))
         else:
             self._set_activity(action, waits_for=action.target)
 
@@ -324,7 +326,7 @@ class Engine:
             run(action)
             return
         deferred = self._deferred[action.message[1:]] if action.message.kind == "W" else None
-        with action.stage.last_backward(None if deferred is None else count_additions(deferred)):
+        with action.stage.send_during_last_backward(None if deferred is None else count_additions(deferred)):
             run(action)
 
     def _input_backward(self, action: _StageAction) -> None:
@@ -344,7 +346,7 @@ class Engine:
         self._set_activity(action)
         work = partial(self._run_backward, action, outputs, gradients)
         stage.timer(KINDS[kind].label, work, micro_batch=micro_batch)
-        self._transfers.release_output(Message("F", *at))
+        self._transfers.release_output(MessageKey("F", *at))
         if action.target is None:
             return
         received = [x for x, shape in zip(inputs, stage.received, strict=True) if shape.requires_grad]
@@ -352,7 +354,7 @@ class Engine:
             self._with_gradient.add(stage.index)
         gradients = tuple(map(_take_gradient, received))
         if self._is_here(action.target):
-            self._transfers.hand_over(Message("B", action.target, micro_batch), gradients)
+            self._transfers.hand_over(MessageKey("B", action.target, micro_batch), gradients)
         else:
             self._gradients[at] = gradients
             self._set_activity(action, waits_for=action.target)

@@ -19,7 +19,7 @@ from planner.core.errors import UsageError
 from planner.core.values.precision import Precision
 from planner.executor.run.placement import ProcessGroups, ProcessPlace
 from planner.executor.run.stage_module import StageModule
-from planner.executor.run.transfers import Message, Transfers
+from planner.executor.run.transfers import MessageKey, Transfers
 from planner.model.autocast import forward_context, weight_cast_cache
 
 Metrics = Callable[[Any, Any], Mapping[str, Any]]
@@ -99,14 +99,14 @@ class ForwardRunner:
             for module in self.modules:
                 stack.enter_context(module.evaluation_mode())
             for chunk, micro_batch in self._order(len(inputs)):
-                message = Message("F", self.place.stages[chunk], micro_batch)
+                message = MessageKey("F", self.place.stages[chunk], micro_batch)
                 output = self._forward(chunk, message, inputs[micro_batch], transfers)
                 transfers.wait_until_sent()  # at most one output is being sent
                 behind = message.stage + 1
                 if behind == self.place.num_stages:
                     losses.append(output)
                 elif behind in self.place.stages:
-                    transfers.hand_over(Message("F", behind, micro_batch), output)
+                    transfers.hand_over(MessageKey("F", behind, micro_batch), output)
                 else:
                     transfers.send_output(message, output, self.place.rank_of(behind))
                 del output  # release it before the next forward
@@ -123,7 +123,7 @@ class ForwardRunner:
             turn = range(begin, min(begin + in_turn, micro_batches))
             yield from product(range(len(self.modules)), turn)
 
-    def _forward(self, chunk: int, message: Message, inputs: Sequence[Tensor], transfers: Transfers) -> Any:
+    def _forward(self, chunk: int, message: MessageKey, inputs: Sequence[Tensor], transfers: Transfers) -> Any:
         module = self.modules[chunk]
         module.micro_batch = message.micro_batch
         if message.stage > 0:

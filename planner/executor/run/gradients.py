@@ -71,7 +71,7 @@ def check_losses(losses: Sequence[Tensor], mean: float, activity: RankActivity) 
     )
 
 
-def check_output(output: Any, activity: RankActivity) -> None:
+def check_output_is_finite(output: Any, activity: RankActivity) -> None:
     """Check that the output of a stage is finite.
 
     Raises:

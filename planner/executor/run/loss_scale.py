@@ -30,7 +30,7 @@ class LossScale:
         for gradients in self._gradients_by_dtype():
             torch._foreach_mul_(gradients, self.value)
 
-    def unscale(self) -> bool:
+    def unscale_and_update(self) -> bool:
         """Divide the gradients by the scale, and adapt the scale. Every rank must call this method.
 
         If a gradient of any stage is not finite, all stages drop all gradients, so that the optimizer does nothing.

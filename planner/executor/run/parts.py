@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from planner.core.errors import UsageError
-from planner.model.inputs import BATCH_FIRST, PLAIN_CONTAINERS, type_that_holds_samples
+from planner.model.inputs import BATCH_FIRST, PLAIN_CONTAINERS, unsplittable_type_name
 from planner.model.load import Batch
 
 
@@ -61,7 +61,7 @@ def count_samples(batch: Batch) -> int | None:
             f"got a mini-batch whose tensors hold {' and '.join(map(str, sizes))} samples",
             hint=BATCH_FIRST,
         )
-    kind = type_that_holds_samples(tuple(batch), sizes[0]) if sizes else ""
+    kind = unsplittable_type_name(tuple(batch), sizes[0]) if sizes else ""
     if kind:
         raise UsageError(
             f"got a mini-batch with a {kind}, which cannot be cut into micro-batches", hint=PLAIN_CONTAINERS

@@ -66,7 +66,9 @@ class ReplicaGradients:
                 parameter.grad = None
 
     @contextmanager
-    def last_backward(self, stage: int, expected: Mapping[nn.Parameter, int] | None = None) -> Iterator[None]:
+    def send_during_last_backward(
+        self, stage: int, expected: Mapping[nn.Parameter, int] | None = None
+    ) -> Iterator[None]:
         """Send gradients while the `with` block runs the last backward (B or W) of a stage.
 
         If `is_last_part` is False, nothing is sent.

@@ -26,9 +26,9 @@ _NUM_ELEMENTS = 8
 _ROUNDING = 1e-4
 """Largest relative rounding error of a factor in float32."""
 _ROUNDING_OF_SUMS = 1e-2
-"""Largest relative rounding error of `ScriptRecord.added_factor`, which is computed from differences of weights."""
+"""Largest relative rounding error of `ScriptChanges.added_factor`, which is computed from differences of weights."""
 _SMALL = 1e-3
-"""Elements below this share of the largest element are ignored when a factor of `ScriptRecord` is computed."""
+"""Elements below this share of the largest element are ignored when a factor of `ScriptChanges` is computed."""
 
 _HINT = (
     "decide by values that all ranks have: the loss, or the norm that `pipeline.clip_gradients(max_norm)` returns "
@@ -36,7 +36,7 @@ _HINT = (
 )
 
 
-class ScriptRecord(NamedTuple):
+class ScriptChanges(NamedTuple):
     """Changes that the training script has made to weights, gradients and learning rates on one rank."""
 
     optimizer_steps: int = 0
@@ -51,7 +51,7 @@ class ScriptRecord(NamedTuple):
     """Number c if the script computed `weight *= c` for all parameters after the last step; else 0."""
 
 
-NO_RECORD: Final = ScriptRecord()
+NO_CHANGES: Final = ScriptChanges()
 
 _FACTORS = {
     "gradient_factor": "multiplied the gradients of its parameters by another number",
@@ -60,8 +60,8 @@ _FACTORS = {
 }
 
 
-class ScriptChanges:
-    """Record of the script's changes to weights, gradients and learning rates of this rank's parameters."""
+class ScriptChangeRecorder:
+    """Recorder of the script's changes to weights, gradients and learning rates of this rank's parameters."""
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self._parameters = list(parameters)
@@ -71,55 +71,55 @@ class ScriptChanges:
         self._at_optimizer_end: _Elements | None = None
         self._random = 0
         self._ratios: dict[str, float] = {}
-        """By factor of `ScriptRecord`: its ratio to that of the previous rank, when both were first not 0."""
-        self.record = NO_RECORD
+        """By factor of `ScriptChanges`: its ratio to that of the previous rank, when both were first not 0."""
+        self.changes = NO_CHANGES
 
     def begin_block(self) -> None:
         """Store weights and gradients before the script can change them."""
         trained = [parameter for parameter in self._parameters if parameter.grad is not None]
         self._compared = trained[:: len(trained) // _NUM_PARAMETERS + 1]
         self._at_optimizer_step = self._at_optimizer_end = None
-        self.ignore_draws()
+        self.ignore_random_draws()
         self._at_begin = self._at_mark
 
     def begin_optimizer_step(self, rates: Sequence[float]) -> None:
         """Record a step of an optimizer. Its learning rates `rates` must be equal on all ranks."""
-        self.check_draws()
+        self.check_random_draws()
         if self._at_optimizer_step is None:
             self._at_optimizer_step = _Elements.of(self._compared)
-        count, checksum = self.record.optimizer_steps + 1, zlib.crc32(repr(rates).encode(), self.record.rates)
-        self.record = self.record._replace(optimizer_steps=count, rates=checksum)
+        count, checksum = self.changes.optimizer_steps + 1, zlib.crc32(repr(rates).encode(), self.changes.rates)
+        self.changes = self.changes._replace(optimizer_steps=count, rates=checksum)
 
     def end_optimizer_step(self) -> None:
         """Store weights and gradients after the step of an optimizer."""
-        self.ignore_draws()
+        self.ignore_random_draws()
         self._at_optimizer_end = self._at_mark
 
     def end_block(self) -> None:
         """Record how the script's `with pipeline.step(...)` block changed gradients and weights."""
-        self.check_draws()
+        self.check_random_draws()
         before, after = self._at_begin, self._at_optimizer_step or _Elements.of(self._compared)
-        self.record = self.record._replace(
+        self.changes = self.changes._replace(
             gradient_factor=before.common_factor(before.gradients, after.gradients),
             added_factor=before.common_factor(
                 before.gradients, after.weights - before.weights, rounding=_ROUNDING_OF_SUMS
             ),
         )
-        self.ignore_draws()
+        self.ignore_random_draws()
 
     def end_step(self) -> None:
         """Record how the script changed weights after the optimizer's step."""
         if self._at_optimizer_end is not None:
             before, after = self._at_optimizer_end, _Elements.of(self._compared)
-            self.record = self.record._replace(weight_factor=before.common_factor(before.weights, after.weights))
+            self.changes = self.changes._replace(weight_factor=before.common_factor(before.weights, after.weights))
             self._at_optimizer_end = None
 
-    def ignore_draws(self) -> None:
-        """Let the next `check_draws` ignore the random numbers that the script has drawn so far."""
+    def ignore_random_draws(self) -> None:
+        """Let the next `check_random_draws` ignore the random numbers that the script has drawn so far."""
         self._at_mark = _Elements.of(self._compared)
         self._random = checksum_of_generators()
 
-    def check_draws(self) -> None:
+    def check_random_draws(self) -> None:
         """Raise a `UsageError` if the script has drawn random numbers and changed weights or gradients."""
         random, self._random = self._random, checksum_of_generators()
         if random == self._random or self._at_mark.is_equal(_Elements.of(self._compared)):
@@ -131,13 +131,13 @@ class ScriptChanges:
             '`torch.Generator(parameter.device).manual_seed(zlib.crc32(f"{step} {name}".encode()))`',
         )
 
-    def compare(self, other: ScriptRecord, rank: int, previous: int) -> None:
+    def compare(self, other: ScriptChanges, rank: int, previous: int) -> None:
         """Compare the record of this rank with that of the previous rank.
 
         Raises:
             TrainingError: The script has changed weights, gradients or learning rates differently on the two ranks.
         """
-        own = self.record
+        own = self.changes
         if own.optimizer_steps != other.optimizer_steps:
             raise TrainingError(
                 f"rank {rank} has called `optimizer.step()` {own.optimizer_steps} times, and rank {previous} "

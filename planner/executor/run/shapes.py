@@ -130,7 +130,7 @@ class ChainShapes:
     aliases: tuple[bool, ...]
     """True for each layer whose output shares storage with its input."""
 
-    def with_gradients_of(self, other: "ChainShapes") -> "ChainShapes":
+    def require_gradients_of(self, other: "ChainShapes") -> "ChainShapes":
         """Set `requires_grad` of all tensors that require a gradient in `other`, and return this object."""
         for here, there in zip(self.boundaries, other.boundaries, strict=True):
             for tensor, again in zip(here.tensors, there.tensors, strict=False):
@@ -175,7 +175,7 @@ def chain_shapes(
         with undo_variable_changes(chain.model), hide_process_group():
             first = _run_layers(chain.layers, received, precision, device)
             # Run twice, because a first forward may only initialize, and a layer may be skipped at random.
-            return first.with_gradients_of(_run_layers(chain.layers, received, precision, device))
+            return first.require_gradients_of(_run_layers(chain.layers, received, precision, device))
     size = next((int(tensor.shape[0]) for tensor in received.tensors), 0)
     between = (Boundary.of(chain.outline.meta_inputs(n, size)) for n in range(1, len(chain.layers)))
     behind = Boundary.of(torch.empty((), device="meta", requires_grad=True))  # in place of the output: the loss

@@ -21,7 +21,7 @@ from planner.core.schedule import Letter
 from planner.model.layout import in_memory_order, match_layout
 
 
-class Message(NamedTuple):
+class MessageKey(NamedTuple):
     """Key of a message between stages: the action of this process that sends or needs the message."""
 
     kind: Letter
@@ -39,16 +39,16 @@ class Transfers:
 
     def __init__(self, device: torch.device, group: ProcessGroup | None) -> None:
         self._device, self._group = device, group
-        self._coming: dict[Message, _PendingTransfer] = {}
-        self._in_place: dict[Message, tuple[Tensor, ...]] = {}
-        self._outputs: dict[Message, _PendingTransfer] = {}
+        self._coming: dict[MessageKey, _PendingTransfer] = {}
+        self._in_place: dict[MessageKey, tuple[Tensor, ...]] = {}
+        self._outputs: dict[MessageKey, _PendingTransfer] = {}
         self._gradient: _PendingTransfer | None = None
 
-    def post(self, message: Message, shapes: Sequence[Tensor], rank: int) -> None:
+    def post(self, message: MessageKey, shapes: Sequence[Tensor], rank: int) -> None:
         """Begin to receive tensors from another process.
 
         Args:
-            message: Message to receive.
+            message: Key of the message to receive.
             shapes: Tensors on the meta device, with shape, strides and dtype of the buffers.
             rank: Rank of the sending process.
         """
@@ -56,7 +56,7 @@ class Transfers:
         works = (dist.irecv(in_memory_order(buffer), rank, group=self._group) for buffer in buffers)
         self._coming[message] = _PendingTransfer(buffers, tuple(filter(None, works)))
 
-    def take(self, message: Message) -> tuple[Tensor, ...]:
+    def take(self, message: MessageKey) -> tuple[Tensor, ...]:
         """Wait for a message, and return its tensors."""
         if message in self._in_place:
             return self._in_place.pop(message)
@@ -64,11 +64,11 @@ class Transfers:
         wait_for_all(coming.works)
         return coming.tensors
 
-    def hand_over(self, message: Message, tensors: tuple[Tensor, ...]) -> None:
+    def hand_over(self, message: MessageKey, tensors: tuple[Tensor, ...]) -> None:
         """Store tensors that a stage passes to another stage of the same process."""
         self._in_place[message] = tensors
 
-    def send_output(self, message: Message, tensors: Sequence[Tensor], rank: int) -> None:
+    def send_output(self, message: MessageKey, tensors: Sequence[Tensor], rank: int) -> None:
         """Begin to send the output of a forward.
 
         Args:
@@ -78,7 +78,7 @@ class Transfers:
         """
         self._outputs[message] = self._send([tensor.detach() for tensor in tensors], rank)
 
-    def release_output(self, message: Message) -> None:
+    def release_output(self, message: MessageKey) -> None:
         """Wait until the output of a forward is sent, and release its tensors."""
         sent = self._outputs.pop(message, None)
         if sent is not None:

@@ -187,7 +187,7 @@ class FailureWatch:
             self._note_leaving()
             # If a rank still waits for this one, it reports a failure, and this process must fail, too.
             with suppress(dist.DistError):
-                self._liveness.wait_for_ranks(self._liveness.silent_s + 4 * self._liveness.beat_s)
+                self._liveness.wait_until_ranks_exit(self._liveness.silent_s + 4 * self._liveness.beat_s)
                 if self._store.check(["failure"]):
                     self._leave_quietly(ExitCode.ERROR)
             return
@@ -285,7 +285,7 @@ class FailureWatch:
         self._note_leaving()
         if is_store_host():  # other ranks must be able to read the store until they leave
             with suppress(dist.DistError):
-                self._liveness.wait_for_ranks(3 * self._liveness.beat_s)
+                self._liveness.wait_until_ranks_exit(3 * self._liveness.beat_s)
         # The interpreter's normal exit would wait for transfers and files that other ranks never finish.
         sys.stdout.flush()
         sys.stderr.flush()

@@ -53,7 +53,7 @@ class Heartbeats:
         self._store.set(f"left/{self._rank}", "1")
         self._store.add("left", 1)
 
-    def wait_for_ranks(self, seconds: float) -> None:
+    def wait_until_ranks_exit(self, seconds: float) -> None:
         """Wait for at most `seconds` until all other ranks have left. This rank must have called `announce_exit`."""
         end = time.monotonic() + seconds
         while time.monotonic() < end and self._store.add("left", 0) < self._world:

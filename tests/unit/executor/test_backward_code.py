@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from planner.core.errors import ModelError
 from planner.executor.equivalence.check import check_equivalence
-from planner.model.backward_code import record_model_code
+from planner.model.backward_code import record_called_functions
 from tests.support.measure import loaded_model
 
 WIDTH = 8
@@ -51,7 +51,7 @@ def test_attributes_read_in_backward_are_detected_although_a_recomputation_sets_
 def test_hooks_and_autograd_functions_are_code_of_the_model() -> None:
     def functions(x: Tensor) -> list[str]:
         found: list[str] = []
-        with record_model_code(found):
+        with record_called_functions(found):
             x.sum().backward()
         return found
 
@@ -65,7 +65,7 @@ def test_hooks_and_autograd_functions_are_code_of_the_model() -> None:
 
 def test_a_profiler_may_run_during_the_backward() -> None:
     functions = list[str]()
-    with cProfile.Profile(), record_model_code(functions):
+    with cProfile.Profile(), record_called_functions(functions):
         _called()
     assert functions == ["_called"]
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from planner.core.errors import TrainingError
-from planner.executor.run.gradients import check_gradients_are_finite, check_losses, check_output
+from planner.executor.run.gradients import check_gradients_are_finite, check_losses, check_output_is_finite
 from planner.executor.watch import explain
 from planner.executor.watch.activity import ANY, RankActivity
 from planner.executor.watch.failure import FailureWatch
@@ -86,11 +86,11 @@ def test_the_first_non_finite_tensor_is_named() -> None:
     check_losses([good, good], 1.0, activity())
     with pytest.raises(TrainingError, match=r"micro-batch 1 of step 7 is inf, computed on stage 1 \(layers b to c\)"):
         check_losses([good, bad], float("inf"), activity())
-    check_output((good, torch.ones(2, dtype=torch.int64)), activity())
+    check_output_is_finite((good, torch.ones(2, dtype=torch.int64)), activity())
     with pytest.raises(
         TrainingError, match=r"stage 1 .* returned NaN or infinity in forward of micro-batch 1 of step 7"
     ):
-        check_output(bad, activity())
+        check_output_is_finite(bad, activity())
     parameters: dict[str, Tensor] = {"a.weight": nn.Parameter(torch.ones(2)), "b": nn.Parameter(torch.ones(2))}
     check_gradients_are_finite(parameters, activity())
     parameters["b"].grad = torch.full((2,), float("nan"))

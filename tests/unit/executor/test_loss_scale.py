@@ -25,7 +25,7 @@ def test_gradients_are_divided_by_the_scale() -> None:
     """Exactly, because it is a power of two."""
     parameters, scale = scaled(0.1, -7.0)
     assert scale.value == FIRST
-    assert scale.unscale()
+    assert scale.unscale_and_update()
     assert [p.grad is None for p in parameters] == [False, False, True]
     assert torch.equal(parameters[0].grad, torch.full((3,), 0.1))
     assert torch.equal(parameters[1].grad, torch.full((3,), -7.0))
@@ -38,7 +38,7 @@ def test_an_overflow_skips_the_step_and_halves_the_scale(bad: float) -> None:
     parameters, scale = scaled(1.0, bad)
     optimizer = torch.optim.AdamW(parameters, lr=1.0, weight_decay=0.5)
     before = [p.detach().clone() for p in parameters]
-    assert not scale.unscale()
+    assert not scale.unscale_and_update()
     optimizer.step()
     assert all(p.grad is None for p in parameters)
     assert all(torch.equal(p, old) for p, old in zip(parameters, before, strict=True))
@@ -52,6 +52,6 @@ def test_consecutive_good_steps_double_the_scale(monkeypatch: pytest.MonkeyPatch
     values = []
     for step in range(8):
         parameters[0].grad = torch.full((3,), float("inf") if step == 1 else 1.0)
-        scale.unscale()
+        scale.unscale_and_update()
         values.append(scale.value / FIRST)
     assert values == [1.0, 0.5, 0.5, 0.5, 1.0, 1.0, 1.0, 2.0]

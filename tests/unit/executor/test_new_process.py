@@ -13,7 +13,7 @@ from planner.core.errors import ModelError
 from planner.executor.equivalence import new_process
 from planner.executor.equivalence.check import check_equivalence
 from planner.executor.equivalence.isolation import ChildProcess
-from planner.executor.equivalence.new_process import check_without_gpu
+from planner.executor.equivalence.new_process import check_equivalence_on_cpu
 from planner.model import load_model, load_module
 from planner.model.load import LoadedModel
 from planner.model.seeding import preserve_torch_generators
@@ -69,7 +69,7 @@ def path(tmp_path: Path) -> str:
 @pytest.mark.slow
 def test_no_gpu_is_visible_to_the_check(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     texts: list[str] = []
-    found = check_without_gpu(load_model(path), partial(load_model, path), texts.append, budget_s=30.0)
+    found = check_equivalence_on_cpu(load_model(path), partial(load_model, path), texts.append, budget_s=30.0)
     assert (found.proof.cuts, found.proof.reason) == (2, "")
     assert "training the reference" in texts
 
@@ -86,7 +86,7 @@ def test_errors_of_the_model_keep_message_and_hint(path: str, monkeypatch: pytes
     with pytest.raises(ModelError) as inside:
         check_equivalence(load_model(path), budget_s=30.0).raise_if_failed()
     with pytest.raises(ModelError) as outside:
-        check_without_gpu(load_model(path), partial(load_model, path), budget_s=30.0).raise_if_failed()
+        check_equivalence_on_cpu(load_model(path), partial(load_model, path), budget_s=30.0).raise_if_failed()
     assert (str(outside.value), outside.value.hint) == (str(inside.value), inside.value.hint)
 
 
@@ -97,7 +97,7 @@ def test_a_model_object_that_cannot_be_sent_is_refused() -> None:
         return loaded
 
     with pytest.raises(ModelError, match="cannot be sent to another process") as refused:
-        check_without_gpu(loaded, load, budget_s=30.0)
+        check_equivalence_on_cpu(loaded, load, budget_s=30.0)
     assert "give the path of a model file" in str(refused.value.hint)
 
 
@@ -116,4 +116,4 @@ def test_saving_random_states_does_not_start_cuda(monkeypatch: pytest.MonkeyPatc
 def test_a_model_object_is_sent_with_its_values() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     load = partial(load_module, model, loss_fn=mean_loss, inputs=("4",))
-    assert check_without_gpu(load(), load, budget_s=30.0).proof.cuts == 1
+    assert check_equivalence_on_cpu(load(), load, budget_s=30.0).proof.cuts == 1

@@ -49,7 +49,7 @@ def group() -> dist.ProcessGroup:
 
 def step(model: nn.Module, gradients: ReplicaGradients, sent: Sent) -> list[Tensor | None]:
     """Run one micro-batch, and return the gradients, which are then deleted."""
-    with gradients.last_backward(0):
+    with gradients.send_during_last_backward(0):
         model(torch.ones(2, 4)).sum().backward()
         sent.append("over")
     gradients.wait_for_sums()
@@ -106,7 +106,7 @@ def test_a_parameter_of_two_stages_is_sent_after_both_backwards(sent: Sent, orde
     layer = nn.Linear(4, 4, bias=False)
     gradients = ReplicaGradients([[layer.weight], [layer.weight]], group(), keeps_earlier=True)
     for stage in order:
-        with gradients.last_backward(stage):
+        with gradients.send_during_last_backward(stage):
             layer(torch.ones(1, 4)).sum().backward()
         assert sent == []
     gradients.wait_for_sums()
@@ -124,7 +124,7 @@ def test_gradients_of_earlier_parts_are_counted_once(sent: Sent, *, keeps: bool)
     for is_last in (False, True):
         gradients.is_last_part = is_last
         sent.append("part")
-        with gradients.last_backward(0):
+        with gradients.send_during_last_backward(0):
             model(torch.ones(1, 4)).sum().backward()
     gradients.wait_for_sums()
     assert sent == ["part", "part", "4", "16"]
@@ -158,7 +158,7 @@ def test_deferred_weight_gradients_are_sent_during_the_last_w(sent: Sent) -> Non
         assert [len(put_off) for put_off in kept] == [2, 2]
         split.backward_weight(kept[0])
         assert sent == []
-        with gradients.last_backward(0, count_additions(kept[1])):
+        with gradients.send_during_last_backward(0, count_additions(kept[1])):
             sent.append("W")
             split.backward_weight(kept[1])
             sent.append("over")

@@ -21,7 +21,7 @@ from planner.executor.keep.index import read_index, write_index
 from planner.executor.keep.json_state import to_json
 from planner.executor.keep.rank_file import write_rank_file
 from planner.executor.keep.stored import StoredCheckpoint
-from planner.executor.keep.weights import first_names, load_weights
+from planner.executor.keep.weights import canonical_names, load_weights
 from tests.support.cli import MODEL, call
 from tests.unit.executor.test_checkpoint import GROUPS, train
 from tests.unit.executor.test_pipeline import balance_of
@@ -41,7 +41,7 @@ class Evil:
 
 def load(path: str) -> None:
     fresh = nn.Linear(3, 2)
-    load_weights(path, dict(fresh.state_dict(keep_vars=True)), first_names(fresh))
+    load_weights(path, dict(fresh.state_dict(keep_vars=True)), canonical_names(fresh))
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from planner.core.errors import FileError, UsageError
-from planner.executor.keep.weights import export_weights, first_names, load_weights
+from planner.executor.keep.weights import canonical_names, export_weights, load_weights
 from tests.support.cli import call
 from tests.support.stored import write_checkpoint
 
@@ -43,22 +43,22 @@ def other(model: nn.Module) -> tuple[dict[str, Tensor], nn.Module]:
 
 
 def test_names_are_those_of_the_state_dict(model: nn.Module) -> None:
-    names = first_names(model)
+    names = canonical_names(model)
     assert list(names) == list(model.state_dict())
     assert names["head.weight"] == "embedding.weight"
     assert {name for name, first in names.items() if name != first} == {"head.weight"}
     with torch.device("meta"):
-        assert first_names(Tied()) == names
+        assert canonical_names(Tied()) == names
 
 
 def test_hooks_on_the_state_dict_neither_rename_nor_remove_tensors(model: nn.Module) -> None:
     """A checkpoint without a tensor would be resumed with its initial values."""
-    before = first_names(model)
+    before = canonical_names(model)
     model.register_state_dict_post_hook(lambda _module, state, prefix, _meta: state.pop(f"{prefix}embedding.weight"))
     model.norm.register_state_dict_post_hook(
         lambda _module, state, prefix, _meta: state.update({"other": state.pop(f"{prefix}weight")})
     )
-    assert first_names(model) == before
+    assert canonical_names(model) == before
 
 
 @pytest.mark.parametrize("kind", ["file", "nested", "safetensors", "checkpoint"])
@@ -77,7 +77,7 @@ def test_a_stage_loads_its_weights_from_any_kind_of_file(model: nn.Module, kind:
         first = {name: state.pop(name) for name in list(state)[:2]}
         path = write_checkpoint(tmp_path / "folder", first, state, tied={"head.weight": "embedding.weight"})
     tensors, fresh = other(model)
-    load_weights(path, tensors, first_names(fresh))
+    load_weights(path, tensors, canonical_names(fresh))
     assert torch.equal(fresh.head.weight, model.head.weight)
     assert torch.equal(fresh.norm.running_mean, model.norm.running_mean)
 
@@ -90,7 +90,7 @@ def test_an_export_is_loaded_if_a_hook_expects_other_names(model: nn.Module, tmp
     fresh.norm.register_load_state_dict_pre_hook(
         lambda _module, state, prefix, *_: state.update({f"{prefix}weight": state.pop(f"{prefix}scale")})
     )
-    load_weights(path, tensors, first_names(fresh), fresh)
+    load_weights(path, tensors, canonical_names(fresh), fresh)
     assert torch.equal(fresh.head.weight, model.head.weight)
 
 
@@ -98,7 +98,7 @@ def test_wrong_names_and_shapes_are_reported_before_loading(model: nn.Module, tm
     path = str(tmp_path / "weights.pt")
     state = dict(model.state_dict())
     tensors, fresh = other(model)
-    names, before = first_names(fresh), tensors["head.weight"].clone()
+    names, before = canonical_names(fresh), tensors["head.weight"].clone()
     torch.save({name: t for name, t in state.items() if "weight" not in name} | {"more": torch.ones(1)}, path)
     with pytest.raises(UsageError) as raised:
         load_weights(path, tensors, names)

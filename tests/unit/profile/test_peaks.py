@@ -74,5 +74,5 @@ def test_peaks_with_parameters_without_gradient(tmp_path: Path, replicas: int) -
 
 def test_a_step_holds_at_most_1100_bytes_outside_of_stages(tmp_path: Path) -> None:
     for key, (predicted, measured) in predictions(KINDS, {"kind": "table"}, tmp_path, recompute=("never",)).items():
-        # Messages between ranks before a step, and the elements of parameters that `ScriptChanges` compares.
+        # Messages between ranks before a step, and the elements of parameters that `ScriptChangeRecorder` compares.
         assert 0 <= measured - predicted <= 1100, (key, measured - predicted)

@@ -40,7 +40,7 @@ from planner.core.values.profile import Profile
 from planner.executor.build.building import build_structure
 from planner.executor.equivalence.check import layer_starts
 from planner.executor.equivalence.isolation import ChildError, ChildProcess
-from planner.executor.keep.weights import first_names
+from planner.executor.keep.weights import canonical_names
 from planner.executor.pipeline import Pipeline
 from planner.model.load import load_model
 from planner.model.reference import LayerStart
@@ -99,7 +99,7 @@ class _Trained:
     losses: list[float]
     tensors: Mapping[str, Tensor]
     initial: Mapping[str, Tensor] = field(default_factory=dict)
-    first_names: Mapping[str, str] = field(default_factory=dict)
+    canonical_names: Mapping[str, str] = field(default_factory=dict)
     """First name of every tensor that has several."""
 
 
@@ -342,7 +342,7 @@ def _plain_loop(
             optimizer.zero_grad()
             loop.after(step, total)
     tensors = {n: t.detach().clone() for n, t in _compared(model).items()}
-    return _Trained(losses=losses, tensors=tensors, first_names=first_names(model))
+    return _Trained(losses=losses, tensors=tensors, canonical_names=canonical_names(model))
 
 
 def _imported(path: Path) -> ModuleType:
@@ -456,7 +456,7 @@ def _difference(trained: _Trained, plain: _Trained) -> tuple[float, str]:
         error = math.inf if math.isnan(error) else error
         worst = max(worst, (error, f"loss of step {step}: {one:.6g} for {other:.6g}"))
     for name, expected in plain.tensors.items():
-        if name not in trained.tensors and plain.first_names.get(name) in trained.tensors:
+        if name not in trained.tensors and plain.canonical_names.get(name) in trained.tensors:
             continue
         if name not in trained.tensors:
             worst = max(worst, (float("inf"), f"`{name}` is on no stage"))

@@ -12,8 +12,8 @@ _ResultsInGap = dict[FunctionCall, FunctionResult]
 """Sent results in one gap between submodule calls, by the function call that computes them."""
 
 
-class StagePart:
-    """Part of a model with the layers `first` to `end - 1`.
+class ModelPart:
+    """Part of a model that a stage runs: the layers `first` to `end - 1`.
 
     Args:
         outline: Outline of this or another instance of the model.
