@@ -14,7 +14,7 @@ from planner.core.values.plan import StageMemory
 from planner.core.values.profile import Device, Profile
 from planner.profile.formula.costs import DeviceRates, transformer_profile
 from planner.profile.formula.families import transformer_from_config
-from planner.profile.formula.layers import ElementBytes, Execution
+from planner.profile.formula.layers import ElementBytes, ExecutionSettings
 from planner.profile.formula.presets import model_presets
 from planner.profile.formula.shapes import Transformer, gpt_transformer
 
@@ -92,7 +92,7 @@ def _golden_shape(line: dict[str, str]) -> Transformer:
 def golden_profile(line: dict[str, str]) -> Profile:
     """Return a profile with half-precision parameters; gradients, master copies and moments in float32."""
     experts = line["model"] != "GPT 7B"
-    execution = Execution(
+    execution = ExecutionSettings(
         tensor_parallel=int(line["tensor_parallel"]),
         expert_parallel=int(line["expert_parallel"]),
         sequence_parallel=experts,
@@ -125,7 +125,7 @@ def _last_device(line: dict[str, str]) -> StageMemory:
     return StageMemory.of(**{name: sum(getattr(memory, name) for memory in of_last) for name in names})
 
 
-def profile(shape: Transformer, execution: Execution, widths: ElementBytes, *, samples: int) -> Profile:
+def profile(shape: Transformer, execution: ExecutionSettings, widths: ElementBytes, *, samples: int) -> Profile:
     """Return a formula profile at 1 TFLOP/s."""
     return transformer_profile(
         shape,

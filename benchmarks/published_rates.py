@@ -26,7 +26,7 @@ from planner.core.cost.width import tensor_parallel_profile
 from planner.core.values.devices import accelerator
 from planner.core.values.profile import Profile
 from planner.profile.formula.families import transformer_from_config
-from planner.profile.formula.layers import ElementBytes, Execution
+from planner.profile.formula.layers import ElementBytes, ExecutionSettings
 from planner.profile.formula.presets import model_presets
 from planner.profile.formula.shapes import Attention, Block, FeedForward, Transformer, gpt_transformer
 
@@ -214,7 +214,7 @@ def _nemo() -> Iterator[Run]:
             model=f"{line['model']}, {layout}{gpus} GPUs, B = {batch}",
             source=line["source"],
             step_s=float(line["step_s"] or batch * tokens / (gpus * float(line["tokens_per_s_gpu"] or 1))),
-            profile=profile(shape, Execution(tensor_parallel=width), half, samples=samples),
+            profile=profile(shape, ExecutionSettings(tensor_parallel=width), half, samples=samples),
             cut=even_cut(len(shape.blocks), devices, int(line["chunks"]), batch // replicas // samples),
             width=width,
             shares=gpus // (devices * replicas * width),

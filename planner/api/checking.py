@@ -6,7 +6,7 @@ from dataclasses import replace
 from planner import files
 from planner.api import texts
 from planner.api.defaults import headroom_of
-from planner.api.keywords import on_plan
+from planner.api.keywords import plan_command
 from planner.api.notebooks import enable_notebook_display
 from planner.api.options.checking import CheckOptions
 from planner.api.reading import plan_of, profile_for, resolve_balance
@@ -23,7 +23,7 @@ from planner.core.values.profile import Profile
 enable_notebook_display(Verdict)
 
 
-@on_plan(CheckOptions)
+@plan_command(CheckOptions)
 def check(plan: File | Plan, options: CheckOptions) -> Verdict:
     """Recompute a plan from its profile, and check whether each device's peak is within its memory limit.
 

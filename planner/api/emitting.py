@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from planner.api import texts
-from planner.api.keywords import on_plan
+from planner.api.keywords import plan_command
 from planner.api.option import ignore_arguments
 from planner.api.options.emitting import EmitOptions
-from planner.api.question import calibrated_options
+from planner.api.question import calibrated_solve_options
 from planner.api.reading import judge_again_from_profile, plan_of, profile_for
 from planner.api.texts import File
 from planner.core.errors import UsageError
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from planner.emit.engines import EmitResult
 
 
-@on_plan(EmitOptions)
+@plan_command(EmitOptions)
 def emit(plan: File | Plan, options: EmitOptions) -> tuple[Path, ...]:
     """Write the files that run a plan, by default `balance.yaml` and the script `train.py`.
 
@@ -77,7 +77,7 @@ def emit_files(plan: File | Plan, options: EmitOptions, *, on_finding: Callable[
         smaller=fresh[1:],
         launch=options.launch,
         nodes=nodes,
-        repeat_options=calibrated_options,
+        repeat_options=calibrated_solve_options,
     )
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Final
 
 from planner import files
-from planner.api.keywords import on_plan
+from planner.api.keywords import plan_command
 from planner.api.options.exploring import ExploreOptions
 from planner.api.question import solve_command_options
 from planner.api.reading import NOWHERE, judge_again_from_profile, path_of, plan_of, profile_for
@@ -17,7 +17,7 @@ _ON_THE_PAGE: Final = frozenset({"--mem", "--schedule", "--chunks", "--recompute
 """Options of `solve` that the interactive report sets, replaces by fixed cuts (`--balance`), or mentions in a note."""
 
 
-@on_plan(ExploreOptions)
+@plan_command(ExploreOptions)
 def explore(plan: File | Plan, options: ExploreOptions) -> str:
     """Return an interactive HTML report, in which cuts, micro-batches, schedule and memory limits can be changed.
 

@@ -20,7 +20,7 @@ from planner.core.values.profile import Device, Profile
 from planner.core.values.sustained import sustained_rate
 from planner.profile.formula.costs import DeviceRates, transformer_profile
 from planner.profile.formula.families import FAMILIES, transformer_from_config
-from planner.profile.formula.layers import ElementBytes, Execution
+from planner.profile.formula.layers import ElementBytes, ExecutionSettings
 from planner.profile.formula.shapes import Experts, Transformer, gpt_transformer, with_multi_token_prediction
 
 _GPT: Final = "transformer"
@@ -92,12 +92,12 @@ def profile_by_formula(options: ProfileOptions, configuration: Configuration | N
     for name, of in _LIMITS.items():
         value = getattr(options, name)
         if value is not None:
-            texts.parse_number(option_name(name), value, *of)
+            texts.check_count(option_name(name), value, *of)
     shape = _shape(options) if configuration is None else _configured(configuration, options)
     if options.mtp_layers:
         if shape.is_encoder_decoder:
             raise UsageError("`--mtp-layers`: an encoder-decoder has no multi-token prediction", hint="leave it out")
-        shape = with_multi_token_prediction(shape, texts.parse_number("--mtp-layers", options.mtp_layers, "block", 64))
+        shape = with_multi_token_prediction(shape, texts.check_count("--mtp-layers", options.mtp_layers, "block", 64))
     precision = chosen_precision(options, default="" if configuration is None else "bf16-mixed")
     half = precision not in ("", "fp32")
     rates, device = _device_rates(options, half=half, experts=shape.has_experts)
@@ -220,7 +220,7 @@ def _tensor_parallel(options: ProfileOptions, shape: Transformer, *, several: bo
     if options.tensor_parallel == "auto":
         return tuple(t for t in _WIDTHS if heads % t == 0 and _divides(t, groups)) if several else (1,)
     widths = sorted(set(texts.parse_integers("--tensor-parallel", options.tensor_parallel)))
-    texts.parse_number("--tensor-parallel", widths[-1], "device", heads)
+    texts.check_count("--tensor-parallel", widths[-1], "device", heads)
     for width in widths:
         if heads % width:
             raise UsageError(
@@ -239,7 +239,7 @@ def _divides(width: int, groups: Collection[int]) -> bool:
     return all(count % width == 0 or width % count == 0 for count in groups)
 
 
-def _execution(options: ProfileOptions, shape: Transformer, widths: tuple[int, ...]) -> Execution:
+def _execution(options: ProfileOptions, shape: Transformer, widths: tuple[int, ...]) -> ExecutionSettings:
     experts = min((b.feed_forward.count for b in shape.blocks if isinstance(b.feed_forward, Experts)), default=0)
     groups = options.expert_parallel
     if groups > 1 and (not experts or experts % groups):
@@ -247,7 +247,7 @@ def _execution(options: ProfileOptions, shape: Transformer, widths: tuple[int, .
             f"`--expert-parallel {groups}` does not divide {experts} experts evenly",
             hint="the number of experts must be a multiple of `--expert-parallel`",
         )
-    return Execution(
+    return ExecutionSettings(
         tensor_parallel=widths[0],
         expert_parallel=groups,
         capacity=_capacity(options.capacity),

@@ -21,33 +21,35 @@ Result = TypeVar("Result")
 Result_co = TypeVar("Result_co", covariant=True)
 
 
-class _OnProfile(Protocol[P, Result_co]):
+class _ProfileCommand(Protocol[P, Result_co]):
     def __call__(self, profile: AnyProfile = ..., *args: P.args, **keywords: P.kwargs) -> Result_co: ...
 
 
-class _OnPlan(Protocol[P, Result_co]):
+class _PlanCommand(Protocol[P, Result_co]):
     def __call__(self, plan: File | Plan = ..., *args: P.args, **keywords: P.kwargs) -> Result_co: ...
 
 
-class _OnModel(Protocol[P, Result_co]):
+class _ModelCommand(Protocol[P, Result_co]):
     def __call__(self, model: File | Any | None = ..., *args: P.args, **keywords: P.kwargs) -> Result_co: ...
 
 
-def on_profile(
+def profile_command(
     record: Callable[P, Record],
-) -> Callable[[Callable[[AnyProfile, Record], Result]], _OnProfile[P, Result]]:
+) -> Callable[[Callable[[AnyProfile, Record], Result]], _ProfileCommand[P, Result]]:
     """Return a decorator: `command(profile, options)` becomes `command(profile="profile.yaml", *, option=…)`."""
     return lambda verb: _with_keywords(verb, record, default="profile.yaml")
 
 
-def on_plan(record: Callable[P, Record]) -> Callable[[Callable[[File | Plan, Record], Result]], _OnPlan[P, Result]]:
+def plan_command(
+    record: Callable[P, Record],
+) -> Callable[[Callable[[File | Plan, Record], Result]], _PlanCommand[P, Result]]:
     """Return a decorator: `command(plan, options)` becomes `command(plan="plan.yaml", *, option=…)`."""
     return lambda verb: _with_keywords(verb, record, default="plan.yaml")
 
 
-def on_model(
+def model_command(
     record: Callable[P, Record],
-) -> Callable[[Callable[[File | Any | None, Record], Result]], _OnModel[P, Result]]:
+) -> Callable[[Callable[[File | Any | None, Record], Result]], _ModelCommand[P, Result]]:
     """Return a decorator: `command(model, options)` becomes `command(model=None, *, option=…)`."""
     return lambda verb: _with_keywords(verb, record, default=None)
 

@@ -12,7 +12,7 @@ from planner import files
 from planner.api import texts
 from planner.api.configuration import Configuration, configuration_of, is_for_formula, note_language_model_only
 from planner.api.formula import chosen_precision, profile_by_formula, refuse_formula_options
-from planner.api.keywords import on_model
+from planner.api.keywords import model_command
 from planner.api.option import ignore_arguments
 from planner.api.options.profiling import ProfileOptions
 from planner.api.reading import path_of, resolve_calibration
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from planner.profile.task import ProfilerOptions as Measuring
 
 
-@on_model(ProfileOptions)
+@model_command(ProfileOptions)
 def profile(model: File | Any | None, options: ProfileOptions) -> Profile:
     """Measure time and memory of every layer of a model, at several micro-batch sizes.
 

@@ -5,7 +5,7 @@ from math import ceil
 from typing import Final
 
 from planner.api import texts
-from planner.api.options.solving import recorded_texts
+from planner.api.options.solving import recorded_options
 from planner.core.schedule import GIVEN, allowed_schedules
 from planner.core.values.balance import memory_options
 from planner.core.values.cluster import ExecutorCost, Link
@@ -47,12 +47,12 @@ def solve_command_options(inputs: Inputs, device: Device, *, without: Collection
         "--reserve": None if inputs.reserve_bytes == device.reserve_bytes else f"{inputs.reserve_bytes}B",
     }
     pairs = [(name, value) for name, value in options.items() if value is not None]
-    pairs += recorded_texts(inputs)
+    pairs += recorded_options(inputs)
     return tuple(f"{name} {value}".strip() for name, value in pairs if name not in without)
 
 
-def calibrated_options(inputs: Inputs, device: Device) -> tuple[str, ...]:
-    """Return the options of `solve` to compute a plan again with `--calibration FILE`.
+def calibrated_solve_options(inputs: Inputs, device: Device) -> tuple[str, ...]:
+    """Return the options of `solve` that compute a plan again with `--calibration FILE`.
 
     Options whose values are in the calibration file are left out, such as `--reserve`.
     """

@@ -34,7 +34,7 @@ def listed_schedule_of(schedule: File) -> ListedSchedule | None:
     return None if path is None else files.read_schedule(path)
 
 
-def with_order_counts(options: SolverOptions, schedule: ListedSchedule, profile: Profile) -> SolverOptions:
+def options_for_schedule(options: SolverOptions, schedule: ListedSchedule, profile: Profile) -> SolverOptions:
     """Return `options` with the numbers of devices, micro-batches and chunks of `schedule`.
 
     Raises:

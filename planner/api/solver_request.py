@@ -8,7 +8,7 @@ from planner.api.defaults import default_batch, headroom_of
 from planner.api.options.solving import SolverOptions, recorded_values
 from planner.api.question import may_choose_chunks
 from planner.api.reading import links_of, resolve_balance, resolve_calibration
-from planner.api.schedule_file import check_cuts, listed_schedule_of, schedule_file_path, with_order_counts
+from planner.api.schedule_file import check_cuts, listed_schedule_of, options_for_schedule, schedule_file_path
 from planner.api.texts import Numbers, Sizes
 from planner.core.cost.workload import workload_of
 from planner.core.errors import UsageError
@@ -38,7 +38,7 @@ def request_of(profile: Profile, reference: ProfileReference, options: SolverOpt
     """
     lists = listed_schedule_of(options.schedule)
     if lists is not None:
-        options = with_order_counts(options, lists, profile)
+        options = options_for_schedule(options, lists, profile)
     links = links_of(options.links, link=options.link, nodes=options.nodes, inter_link=options.inter_link)
     calibration = resolve_calibration(options.calibration)
     cuts = resolve_balance(options.balance, profile) if options.balance is not None else None
@@ -99,7 +99,7 @@ def _inputs(
         devices=num_devices,
         memory_bytes=tuple(memory_limit_of_device(limit, headroom) for limit in limits),
         speeds=texts.parse_speeds(options.speed, num_devices) if options.speed is not None else (),
-        batch=texts.parse_number("--batch", batch, "sample", MOST_BATCH),
+        batch=texts.check_count("--batch", batch, "sample", MOST_BATCH),
         link=Link() if links else executor.link if options.link is None else texts.parse_link(options.link),
         node_devices=node_devices,
         links=links[: max(1, num_devices - 1)],

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from planner import files
 from planner.api import texts
 from planner.api.defaults import AUTO, default_batch_note, headroom_of
-from planner.api.keywords import on_profile
+from planner.api.keywords import profile_command
 from planner.api.notebooks import enable_notebook_display
 from planner.api.option import ignore_arguments, option_values
 from planner.api.options.solving import SolveOptions, SolverOptions, SweepOptions
@@ -32,7 +32,7 @@ Made by `gpipe-plan solve`. You may edit balance, stages[].recompute, micro_batc
 then run `gpipe-plan check`, which recomputes all other values from the profile."""
 
 
-@on_profile(SolveOptions)
+@profile_command(SolveOptions)
 def solve(profile: AnyProfile, options: SolveOptions) -> Plan:
     """Find the plan with the smallest step time that fits: cuts, micro-batches, schedule and recomputation.
 
@@ -55,7 +55,7 @@ def solve(profile: AnyProfile, options: SolveOptions) -> Plan:
     return plan
 
 
-@on_profile(SolveOptions)
+@profile_command(SolveOptions)
 def solve_family(profile: AnyProfile, options: SolveOptions) -> tuple[Plan, ...]:
     """Find a plan for each of several numbers of devices, for training that may lose devices.
 
@@ -261,7 +261,7 @@ def _files_of(options: SolveOptions) -> tuple[str | None, ...]:
     )
 
 
-@on_profile(SweepOptions)
+@profile_command(SweepOptions)
 def sweep(profile: AnyProfile, options: SweepOptions) -> Sweep:
     """Find the best plan for every number of devices and memory limit.
 

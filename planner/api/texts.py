@@ -89,8 +89,8 @@ def parse_count_or_auto(option: str, value: str | int) -> int:
     return 0 if value == "auto" else parse_integer(option, value)
 
 
-def parse_number(option: str, value: int, noun: str, most: int | None = None) -> int:
-    """Return a number from 1 to `most`.
+def check_count(option: str, value: int, noun: str, most: int | None = None) -> int:
+    """Return `value` if it is from 1 to `most`.
 
     Args:
         option: Name of the option.
@@ -114,7 +114,7 @@ def parse_device_counts(value: Numbers) -> tuple[int, ...]:
         raise UsageError(f"`--devices {_shown(value)}`: expected one integer, or several separated by commas") from None
     if not counts or len(set(counts)) < len(counts):
         raise UsageError(f"expected different numbers of devices, got `--devices {_shown(value)}`")
-    return tuple(sorted((parse_number("--devices", count, "device", MOST_DEVICES) for count in counts), reverse=True))
+    return tuple(sorted((check_count("--devices", count, "device", MOST_DEVICES) for count in counts), reverse=True))
 
 
 def parse_device_count(value: Numbers) -> int:
@@ -163,7 +163,7 @@ def parse_micro_batch_sizes(value: Numbers, batch: int | None) -> tuple[int, ...
         if batch is not None:
             raise UsageError(f"`--batch {batch}` and `--batch-sizes {_shown(value)}`: give one of them")
         return tuple(sorted(set(parse_integers("--batch-sizes", value))))
-    most = 8 if batch is None else parse_number("--batch", batch, "sample")
+    most = 8 if batch is None else check_count("--batch", batch, "sample")
     # The batch itself is included, so that each of its divisors is in the measured range.
     return (*(2**n for n in range(most.bit_length()) if 2**n < most), most)
 
@@ -247,7 +247,7 @@ def parse_large_count(option: str, value: str | int | None) -> int:
         return 0
     if isinstance(value, str):
         return parse_count(value, f"{option} ")
-    return parse_number(option, value, "unit", LARGEST)
+    return check_count(option, value, "unit", LARGEST)
 
 
 def parse_price(option: str, value: str | float | None) -> float:

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 
 from planner import files
 from planner.api import texts
-from planner.api.keywords import on_plan
+from planner.api.keywords import plan_command
 from planner.api.notebooks import enable_notebook_display
 from planner.api.options.verifying import VerifyOptions
-from planner.api.question import calibrated_options
+from planner.api.question import calibrated_solve_options
 from planner.api.reading import NOWHERE, ProfileSource, judge_again_from_profile, path_of, plan_of, profile_for
 from planner.api.texts import File
 from planner.core.errors import MeasurementError, ModelError, UsageError
@@ -66,7 +66,7 @@ _HEADER = """\
 Measured by `gpipe-plan verify` in a run of a plan. You may edit these values."""
 
 
-@on_plan(VerifyOptions)
+@plan_command(VerifyOptions)
 def verify(plan: File | Plan, options: VerifyOptions) -> Verification:
     """Run a plan for a few steps on this machine, and compare measured with predicted values.
 
@@ -114,7 +114,7 @@ def verify(plan: File | Plan, options: VerifyOptions) -> Verification:
     files.write(written, verification.calibration, header=_HEADER)
     again = replan_command(
         source.path,
-        calibrated_options(now.inputs, source.profile.device),
+        calibrated_solve_options(now.inputs, source.profile.device),
         calibration=written,
         plan="plan.yaml" if place == NOWHERE else place,
     )

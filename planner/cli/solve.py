@@ -67,7 +67,7 @@ def solve(
     with console.progress("solving", announces=False) as show, _stopped_by_interrupt() as is_stopped:
         show("", 0, 0)
         line = _BestPlanLine(show)
-        watch = SearchObserver(is_stopped=line.repeating(is_stopped), on_plan=line.update)
+        watch = SearchObserver(is_stopped=line.show_when_polled(is_stopped), on_plan=line.update)
         plans = _plans(source, replace(options, watch=watch))
     plan = plans[0]
     if is_stopped():
@@ -139,7 +139,7 @@ class _BestPlanLine:
     def __init__(self, show: Callable[[str, int, int], None]) -> None:
         self._show, self._step_us, self._text, self._shown_s = show, inf, "no plan found yet", time.monotonic()
 
-    def repeating(self, is_stopped: Callable[[], bool]) -> Callable[[], bool]:
+    def show_when_polled(self, is_stopped: Callable[[], bool]) -> Callable[[], bool]:
         """Return a wrapper of `is_stopped`, which also shows the line again, at most once a second."""
 
         def repeated() -> bool:
@@ -161,9 +161,9 @@ class _BestPlanLine:
 
 
 def _in_a_line(plan: "Plan", certainty: "Certainty") -> str:
-    from planner.show.views.plan import figure_words, plan_headline
+    from planner.show.views.plan import plan_headline, step_rate_bubble_words
 
-    step, speed, bubble = figure_words(plan, certainty)
+    step, speed, bubble = step_rate_bubble_words(plan, certainty)
     return f"{pluralize(plan.inputs.devices, 'device')}: {plan_headline(plan)}, {step}, {speed}, {bubble}"
 
 

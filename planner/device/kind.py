@@ -96,8 +96,8 @@ class DeviceKind(ABC):
     def describe(self) -> Device:
         """Return the device's name, its memory, and its reserve: memory that is not available for tensors."""
 
-    def equal_layers_bytes(self) -> int:
-        """Return the total size of parameters, in bytes, that limits the number of equal layers to measure.
+    def equal_layers_limit_bytes(self) -> int:
+        """Return the limit on the total parameter bytes of the equal layers that are measured in turns.
 
         If one layer ran repeatedly, its parameters would stay in the cache. Layers with equal operators therefore take
         turns in a measurement. Layers are added until their parameters together exceed this size.

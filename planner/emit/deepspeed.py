@@ -10,7 +10,7 @@ from typing import Final
 
 from planner.core.errors import UsageError
 from planner.core.schedule import ONE_FORWARD_ONE_BACKWARD
-from planner.emit.layout import EngineFile, PlanLayout, python_values, signed_text
+from planner.emit.layout import EngineFile, PlanLayout, python_assignments, signed_text
 
 _NAME: Final = "DeepSpeed"
 
@@ -65,7 +65,7 @@ def emit_deepspeed(layout: PlanLayout) -> EngineFile:
         "train_micro_batch_size_per_gpu": plan.micro_batch_size,
         "gradient_accumulation_steps": plan.micro_batches,
     }
-    body = "from deepspeed.pipe import PipelineModule\n\n" + python_values(
+    body = "from deepspeed.pipe import PipelineModule\n\n" + python_assignments(
         PARTS=list(accumulate(plan.balance, initial=0)),
         CHECKPOINT_INTERVALS=intervals,
         CONFIG=config,

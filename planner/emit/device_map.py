@@ -7,7 +7,7 @@ only places modules, only one device computes at a time.
 
 from typing import Final
 
-from planner.emit.layout import EngineFile, PlanLayout, module_paths_of, python_values, signed_text
+from planner.emit.layout import EngineFile, PlanLayout, module_paths_of, python_assignments, signed_text
 
 _NAME: Final = "a device map"
 
@@ -42,7 +42,7 @@ def emit_device_map(layout: PlanLayout) -> EngineFile:
         name="plan_device_map.py",
         text=signed_text(
             layout,
-            python_values(DEVICE_MAP=device_map),
+            python_assignments(DEVICE_MAP=device_map),
             engine="accelerate 1.15 and transformers 5",
             option="device-map",
             notes=notes,

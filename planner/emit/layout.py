@@ -300,7 +300,7 @@ def signed_text(
     return with_signature(f"{header}\n{body}")
 
 
-def python_values(**values: Any) -> str:
+def python_assignments(**values: Any) -> str:
     """Return Python assignments. Each entry of a mapping or of a long list has its own line."""
     return "".join(f"{name} = {_python(value, '')}\n" for name, value in values.items())
 

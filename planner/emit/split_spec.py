@@ -8,7 +8,7 @@ separate file.
 
 from typing import Any, Final
 
-from planner.emit.layout import EngineFile, PlanLayout, python_values, signed_text
+from planner.emit.layout import EngineFile, PlanLayout, python_assignments, signed_text
 from planner.emit.schedule_csv import SCHEDULE_FILE, schedule_table
 
 _NAME: Final = "`pipeline()`"
@@ -64,7 +64,7 @@ def emit_split_spec(layout: PlanLayout) -> EngineFile:
     if not name or plan.chunks > 1:
         values["STAGES"] = [list(rule.stages_on(d, plan.num_devices, plan.chunks)) for d in range(plan.num_devices)]
         use = _USE_PLACED + (_USE_NAME if name else _USE_TABLE)
-    body += python_values(**values)
+    body += python_assignments(**values)
     return EngineFile(
         name="plan_torch.py",
         text=signed_text(

@@ -10,7 +10,7 @@ from typing import Final
 from planner.core.errors import UsageError
 from planner.core.schedule import GPIPE
 from planner.core.values.plan import Recompute
-from planner.emit.layout import EngineFile, PlanLayout, python_values, signed_text
+from planner.emit.layout import EngineFile, PlanLayout, python_assignments, signed_text
 
 _NAME: Final = "torchgpipe"
 
@@ -50,7 +50,7 @@ def emit_torchgpipe(layout: PlanLayout) -> EngineFile:
             f"torchgpipe has one CHECKPOINT for all stages, set to `{_CHECKPOINT[checkpoint]}`; "
             f"solve with `--recompute {policy}` for the best such plan"
         )
-    body = python_values(
+    body = python_assignments(
         BALANCE=list(layout.plan.balance),
         CHUNKS=layout.plan.micro_batches,
         CHECKPOINT=_CHECKPOINT[checkpoint],

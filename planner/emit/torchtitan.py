@@ -15,7 +15,7 @@ option names that the config has.
 from typing import Any, Final
 
 from planner.core.errors import UsageError
-from planner.emit.layout import EngineFile, PlanLayout, python_values, signed_text
+from planner.emit.layout import EngineFile, PlanLayout, python_assignments, signed_text
 from planner.emit.schedule_csv import SCHEDULE_FILE, schedule_table
 
 _NAME: Final = "torchtitan"
@@ -85,7 +85,7 @@ def emit_torchtitan(layout: PlanLayout) -> EngineFile:
         # No option for sequence parallelism, because torchtitan uses it by default.
         *layout.assumption_notes(experts="expert_parallel_degree", attention="activation_checkpoint"),
     ]
-    values = python_values(
+    values = python_assignments(
         PARALLELISM=parallelism, MICRO_BATCHES=plan.micro_batches, MICRO_BATCH_SIZE=plan.micro_batch_size
     )
     body = f"import dataclasses\n\n{values}{_FUNCTION}"

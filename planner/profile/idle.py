@@ -39,7 +39,8 @@ def parameters_without_gradients(task: ProfilingTask, records: LayerRecords) -> 
 def parameters_with_gradients(records: LayerRecords, idle: Mapping[str, Collection[str]]) -> list[list[nn.Parameter]]:
     """Return the trained parameters of every layer except `idle`, the result of `parameters_without_gradients`."""
     return [
-        trained_parameters(unit.module, records.names_in(n, idle[unit.digest])) for n, unit in enumerate(records.units)
+        trained_parameters(unit.module, records.translate_parameter_names(n, idle[unit.digest]))
+        for n, unit in enumerate(records.units)
     ]
 
 

@@ -7,11 +7,11 @@ from planner.core.cost.costs import saved_bytes
 from planner.core.values.profile import LayerProfile, MemoryDetail, TiedGroup
 from planner.model.chain import Layer, shared_parameters, tied_parameters
 from planner.model.state import batch_norm_statistics_bytes
-from planner.profile.memory import view_gradients
+from planner.profile.memory import view_gradient_names
 from planner.profile.optimizer import OptimizerCost
 from planner.profile.records import LayerRecords
 from planner.profile.task import ProfilingTask
-from planner.profile.timing import LayerTimes, entry_times_us
+from planner.profile.timing import LayerTimes, layer_entry_times_us
 from planner.profile.units import LayerKey
 
 
@@ -57,7 +57,9 @@ def layer_profiles(task: ProfilingTask, costs: MeasuredCosts) -> tuple[LayerProf
     views = _view_gradients(chain.layers, records, tied)
     names, entries_us = [layer.name for layer in chain.layers], task.measurements.entries_us
     # All times are 0 on GPUs.
-    entries = [entry_times_us(names, size, entries_us) for size in records.sizes if any(map(any, entries_us.values()))]
+    entries = [
+        layer_entry_times_us(names, size, entries_us) for size in records.sizes if any(map(any, entries_us.values()))
+    ]
     return tuple(
         _layer_profile(
             task,
@@ -90,7 +92,7 @@ def _layer_profile(
     details = tuple(task.measurements.memory[digest, size] for size in sizes)
     optimizer = costs.optimizer[n]
     sharers, tied_bytes = _ties(layer, tied)
-    names = costs.records.names_in(n, costs.idle[digest])
+    names = costs.records.translate_parameter_names(n, costs.idle[digest])
     idle_bytes = sum(p.nbytes for name, p in layer.module.named_parameters() if name in names)
     return LayerProfile(
         name=layer.name,
@@ -106,7 +108,9 @@ def _layer_profile(
         tied=sharers,
         tied_bytes=tied_bytes,
         tied_groups=_tied_groups(task.chain.layers, n, tied_bytes),
-        tied_view_bytes=_tied_view_bytes(layer, tied, costs.records.names_in(n, views.get(digest, ()))),
+        tied_view_bytes=_tied_view_bytes(
+            layer, tied, costs.records.translate_parameter_names(n, views.get(digest, ()))
+        ),
         optimizer_us=round(optimizer.step_us, 1),
         optimizer_peak_bytes=optimizer.peak_bytes,
         optimizer_boundary_peak_bytes=costs.optimizer_boundary_peaks[n],
@@ -148,10 +152,10 @@ def _tied_groups(layers: Sequence[Layer], n: int, tied_bytes: int) -> tuple[Tied
 def _view_gradients(
     layers: Sequence[Layer], records: LayerRecords, tied: Mapping[str, tuple[str, ...]]
 ) -> dict[str, frozenset[str]]:
-    """Return the result of `view_gradients` by digest, for layers with shared parameters."""
+    """Return the result of `view_gradient_names` by digest, for layers with shared parameters."""
     shares = {unit.digest for unit, layer in zip(records.units, layers, strict=True) if _ties(layer, tied)[1]}
     return {
-        digest: view_gradients(unit, records.inputs[digest, records.sizes[0]])
+        digest: view_gradient_names(unit, records.inputs[digest, records.sizes[0]])
         for digest, unit in records.distinct.items()
         if digest in shares
     }

@@ -102,7 +102,7 @@ def backward_root(outputs: Sequence[Any]) -> Tensor | None:
     return started
 
 
-def view_gradients(unit: LayerToMeasure, received: MeasurementInput) -> frozenset[str]:
+def view_gradient_names(unit: LayerToMeasure, received: MeasurementInput) -> frozenset[str]:
     """Return the names of parameters whose gradient is a view, such as the transposed product of a linear layer."""
     names: set[str] = set()
 

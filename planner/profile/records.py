@@ -71,7 +71,7 @@ class LayerRecords:
         """Return `figure(unit, input)` at the smallest micro-batch size for every measured layer, by its digest."""
         return {digest: figure(unit, self.inputs[digest, self.sizes[0]]) for digest, unit in self.distinct.items()}
 
-    def names_in(self, layer: int, names: Collection[str]) -> set[str]:
+    def translate_parameter_names(self, layer: int, names: Collection[str]) -> set[str]:
         """Translate names of a measured layer's parameters to those of layer `layer`, which has the same digest."""
         unit = self.units[layer]
         first = self.distinct[unit.digest].module.named_parameters()
@@ -79,8 +79,8 @@ class LayerRecords:
         return {own for (own, _), (name, _) in pairs if name in names}
 
 
-def record_sizes(task: ProfilingTask, hooks: MeasurementHooks) -> LayerRecords:
-    """Trace the layers at every micro-batch size and measure their memory.
+def record_layers(task: ProfilingTask, hooks: MeasurementHooks) -> LayerRecords:
+    """Trace the layers at every micro-batch size, measure their memory, and return the records.
 
     Raises:
         ModelError: A layer fails on the output of the previous layer.

@@ -125,7 +125,7 @@ def measure_times(
             add_to(warm_up, timer, list(inputs) * _WARM_UPS, iter(list(inputs) * _WARM_UPS))
         for key, kept in kept_bytes.items():
             number = _number_together(kind_of(units[0].device), sum(warm_up[key][-1]), kept)
-            if together := layers_together(task.chain, units, equal[key[0]], number):
+            if together := group_equal_layers(task.chain, units, equal[key[0]], number):
                 turns[key] = zip(cycle(together), cycle([units[n] for n in reversed(equal[key[0]])]), strict=False)
                 kept_bytes[key] = kept * (1 + together[0].repeats)
         # Whole and split backwards take turns, so that a slowdown of the machine affects both alike.
@@ -174,10 +174,10 @@ def median_times(samples: Sequence[tuple[float, float]]) -> LayerTimes:
     return LayerTimes(forward_us=forward_us, backward_us=backward_us, spread=half_width / mean if mean else 0.0)
 
 
-def entry_times_us(
+def layer_entry_times_us(
     names: Sequence[str], size: int, entries_us: Mapping[tuple[str, int], Sequence[float]]
 ) -> list[float]:
-    """Return the entry time of each layer (`LayerProfile.entry_us`), in microseconds.
+    """Return the time until each layer starts if it is the first of its stage (`LayerProfile.entry_us`).
 
     The entry time of a layer is the time from the start of a stage's forward to the start of the layer, if the layer is
     the first of its stage. Only some of several equal layers are measured. The entry time of any other layer is
@@ -229,18 +229,18 @@ def measured_split_times(samples: Sequence[tuple[float, float]], whole: LayerTim
 def equal_layers(units: Sequence[LayerToMeasure], digest: str) -> list[int]:
     """Return the indices of the layers with this digest that are timed in turn.
 
-    The list ends when their parameters exceed `DeviceKind.equal_layers_bytes`.
+    The list ends when their parameters exceed `DeviceKind.equal_layers_limit_bytes`.
     """
     equal = [n for n, unit in enumerate(units) if unit.digest == digest]
     unit = units[equal[0]]
-    most_bytes = kind_of(unit.device).equal_layers_bytes()
+    most_bytes = kind_of(unit.device).equal_layers_limit_bytes()
     return equal[: 1 + most_bytes // unit.parameter_bytes] if unit.parameter_bytes else equal[: _TOGETHER[-1]]
 
 
-def layers_together(
+def group_equal_layers(
     layers: Chain, units: Sequence[LayerToMeasure], equal: Sequence[int], number: int
 ) -> list[LayerToMeasure]:
-    """Return modules with up to `number` consecutive equal layers each; empty if too few can be timed together.
+    """Return modules with up to `number` consecutive equal layers each; none if too few can be timed together.
 
     A layer that is timed alone takes longer than in the model, because the host's caches do not contain its code, and a
     GPU waits for the first launch. A block of a small GPT-2 took 0.62 ms alone and 0.43 ms after another block. The
@@ -267,7 +267,7 @@ def layers_together(
 
 def _number_together(kind: DeviceKind, layer_us: float, kept_bytes: int) -> int:
     most_us = _TOGETHER_ON_GPU_US if kind.has_own_memory else _TOGETHER_US
-    most_bytes = max(_STRETCH_BYTES, 4 * kind.equal_layers_bytes())
+    most_bytes = max(_STRETCH_BYTES, 4 * kind.equal_layers_limit_bytes())
     return int(min(most_us / max(1.0, layer_us), most_bytes / max(1, kept_bytes)))
 
 

@@ -30,7 +30,7 @@ from planner.profile.backends.estimated import GhostMeter, as_ghosts_if_lean
 from planner.profile.layers import BackendResult, MeasuredCosts, layer_profiles
 from planner.profile.memory import measure_weight_casts
 from planner.profile.optimizer import OptimizerCost, trained_parameters
-from planner.profile.records import LayerAtSize, LayerRecords, MeasurementHooks, record_sizes
+from planner.profile.records import LayerAtSize, LayerRecords, MeasurementHooks, record_layers
 from planner.profile.task import ProfilingTask
 from planner.profile.timing import LayerTimes
 from planner.profile.units import LayerKey
@@ -115,7 +115,7 @@ class CompiledBackend:
             device=self.device, record=partial(_compile, task=task, compiler=compiler, layers=layers)
         )
         with as_ghosts_if_lean(task):
-            records = record_sizes(task, hooks)
+            records = record_layers(task, hooks)
             distinct = records.distinct
             optimizer = _optimizer_costs(records, compiler, rule)
             costs = MeasuredCosts(

@@ -142,7 +142,7 @@ class ForwardBackwardFunction:
     """Residuals, each value once."""
 
     @property
-    def made_shapes(self) -> list[jax.ShapeDtypeStruct]:
+    def made_residual_shapes(self) -> list[jax.ShapeDtypeStruct]:
         """Shapes of the residuals that the forward computes in addition to its outputs."""
         return [residual.shape for residual in self.residuals if residual.kind == "made"]
 

@@ -81,7 +81,7 @@ def compile_layer(function: LayerFunction, device: jax.Device, time_us: Timer) -
         return backward(gradients, make_depend_on_array(outputs, pulled, filling), *arguments, outputs, created)
 
     forward = compile_program(split.forward, state, device)
-    arguments = (function.trained, pulled, *state, split.outputs, split.made_shapes)
+    arguments = (function.trained, pulled, *state, split.outputs, split.made_residual_shapes)
     if not function.trained and not any(function.needed):  # there is no backward
         return _layer_of(function, split, [forward], [time_us(forward, state)])
     programs = [forward, compile_program(backward, arguments, device, donated=(0, 1))]
@@ -134,7 +134,7 @@ def _layer_of(
     residuals = {(residual.kind, residual.index) for residual in split.residuals}
     outputs, created = forward.outputs[: len(split.outputs)], forward.outputs[len(split.outputs) :]
     read_backward = [
-        *zip(split.made_shapes, created, strict=True),
+        *zip(split.made_residual_shapes, created, strict=True),
         *(pair for n, pair in enumerate(zip(function.inputs, laid_out, strict=True)) if ("input", n) in residuals),
         *(pair for n, pair in enumerate(zip(split.outputs, outputs, strict=True)) if ("output", n) in residuals),
     ]
@@ -167,7 +167,7 @@ def _layer_of(
         flops=forward.flops,
         narrowed_inputs_bytes=sum(padded_bytes(shape) // 2 for shape in function.inputs if _narrowed_bytes(shape)),
         trained_kinds=kinds_of_arrays(trained, list(map(padded_bytes, trained))),
-        made_kinds=array_kinds_in_loops(split.made_shapes, created, readers.made),
+        made_kinds=array_kinds_in_loops(split.made_residual_shapes, created, readers.made),
         input_kinds=array_kinds_in_loops(function.inputs, inputs, readers.inputs),
         output_kinds=array_kinds_in_loops(split.outputs, outputs, readers.outputs),
         narrow_inputs=readers.inputs_in_backward,
@@ -206,12 +206,12 @@ def matmul_operands_of(function: LayerFunction, split: ForwardBackwardFunction) 
     pulled = [split.outputs[n] for n in split.differentiable]
     forward = find_matmul_operands(jax.make_jaxpr(split.forward)(*state).jaxpr)
     backward = find_matmul_operands(
-        jax.make_jaxpr(split.backward)(state, split.outputs, split.made_shapes, pulled).jaxpr
+        jax.make_jaxpr(split.backward)(state, split.outputs, split.made_residual_shapes, pulled).jaxpr
     )
     first = len(function.trained) + len(function.fixed)
     inputs = slice(first, first + len(function.inputs))
     outputs = slice(inputs.stop + 1, inputs.stop + 1 + len(split.outputs))  # after the random key
-    made = slice(outputs.stop, outputs.stop + len(split.made_shapes))
+    made = slice(outputs.stop, outputs.stop + len(split.made_residual_shapes))
     both = zip(forward[inputs], backward[inputs], strict=True)
     return MatmulOperands(
         inputs=tuple(a and b for a, b in both),

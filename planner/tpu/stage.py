@@ -64,7 +64,9 @@ class JaxStage:
         self.fixed = {layer.names[name]: s for layer in layers for name, s in layer.function.fixed.items()}
         self._needed = [] if recompute else self._tensors_read_between_layers()
         boundaries = [self._between(boundary)[n] for boundary, n in self._needed]
-        created = [s for layer in layers if not (recompute or layer.recomputed) for s in layer.split.made_shapes]
+        created = [
+            s for layer in layers if not (recompute or layer.recomputed) for s in layer.split.made_residual_shapes
+        ]
         self.kept: list[jax.ShapeDtypeStruct] = [*boundaries, *created]
         """Shapes of the arrays that the forward keeps, without the stage's inputs."""
 
@@ -155,5 +157,7 @@ class JaxStage:
             for b in range(len(self._layers) + 1)
         ]
         rest = iter(saved[len(self._needed) :])
-        created = [[] if layer.recomputed else [next(rest) for _ in layer.split.made_shapes] for layer in self._layers]
+        created = [
+            [] if layer.recomputed else [next(rest) for _ in layer.split.made_residual_shapes] for layer in self._layers
+        ]
         return values, created

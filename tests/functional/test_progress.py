@@ -29,7 +29,7 @@ def test_a_line_is_printed_every_ten_seconds_without_a_terminal(monkeypatch, cap
     with console.Console().progress("solving", announces=False) as show:
         show("", 0, 0)
         line = solve._BestPlanLine(show)
-        is_stopped = line.repeating(lambda: False)
+        is_stopped = line.show_when_polled(lambda: False)
         for tick in range(1200):
             now_s = tick / 10
             if tick == 600:

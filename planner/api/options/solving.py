@@ -217,7 +217,7 @@ def recorded_values(options: SolverOptions) -> dict[str, Any]:
     return {name: of.read(option_name(name), getattr(options, name)) for name, of in _RECORDED.items()}
 
 
-def recorded_texts(inputs: Inputs) -> tuple[tuple[str, str], ...]:
+def recorded_options(inputs: Inputs) -> tuple[tuple[str, str], ...]:
     """Return options that a plan records, such as `("--replicas", "2")`, without options that have their default."""
     defaults = {field.name: field.default for field in fields(Inputs)}
     values = {name: getattr(inputs, name) for name in _RECORDED}

@@ -42,7 +42,7 @@ from planner.model.operators import OperatorWatch
 from planner.model.optimizers import WholeModelOptimizer
 from planner.model.split_backward import SplitBackward
 from planner.model.stage import ModelStage
-from planner.profile.backends.gpu_kernels import GpuKernels
+from planner.profile.backends.gpu_kernels import GpuSavedTensorsMode
 from planner.profile.idle import parameters_with_gradients, parameters_without_gradients
 from planner.profile.layers import BackendResult, MeasuredCosts, layer_profiles
 from planner.profile.memory import measure_weight_casts
@@ -54,7 +54,7 @@ from planner.profile.optimizer import (
     trained_parameters,
 )
 from planner.profile.passes import SplitTimer, UnsplitBackwardTimer, time_once
-from planner.profile.records import LayerRecords, MeasurementHooks, record_memory, record_sizes
+from planner.profile.records import LayerRecords, MeasurementHooks, record_layers, record_memory
 from planner.profile.rewriting import rewritten_bytes
 from planner.profile.task import ProfilingTask
 from planner.profile.timing import LayerTimes, measured_split_times
@@ -115,8 +115,8 @@ class EstimatedBackend:
         """Estimate the costs of layers at each micro-batch size."""
         meter, clock = GhostMeter(), self.clock()
         hooks = MeasurementHooks(device=self.device, record=partial(record_memory, task=task, meter=meter))
-        with as_ghosts_if_lean(task), GpuKernels():
-            records = record_sizes(task, hooks)
+        with as_ghosts_if_lean(task), GpuSavedTensorsMode():
+            records = record_layers(task, hooks)
             flops = records.measure_distinct(clock.flops_of)
             clock = self.clock(experts=clock.has_experts)
             steps_at_once = _steps_at_once(task)
@@ -130,7 +130,7 @@ class EstimatedBackend:
                     meter,
                     clock,
                     steps_at_once=steps_at_once,
-                    idle=records.names_in(n, idle[units[n].digest]),
+                    idle=records.translate_parameter_names(n, idle[units[n].digest]),
                 )
                 for n in dict.fromkeys(first)
             }

@@ -18,7 +18,7 @@ _NAMES: Final = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 """Positional arguments of torch's attention."""
 
 
-class GpuKernels(TorchFunctionMode):
+class GpuSavedTensorsMode(TorchFunctionMode):
     """Function mode in which attention and dropout save the same tensors as on a GPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

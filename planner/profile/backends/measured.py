@@ -26,7 +26,7 @@ from planner.profile.optimizer import (
     measure_optimizer,
     optimizer_boundary_peaks,
 )
-from planner.profile.records import LayerRecords, MeasurementHooks, record_memory, record_sizes
+from planner.profile.records import LayerRecords, MeasurementHooks, record_layers, record_memory
 from planner.profile.rewriting import rewritten_bytes
 from planner.profile.task import ProfilingTask
 from planner.profile.timing import (
@@ -67,7 +67,7 @@ class MeasuredBackend:
             received=partial(with_random_values, device=self.device),
             record=partial(record_memory, task=task, meter=meter),
         )
-        records = record_sizes(task, hooks)
+        records = record_layers(task, hooks)
         release_freed_memory()
         if not self._kind.has_own_memory:
             keep_freed_memory()

@@ -48,7 +48,7 @@ from planner.core.values.profile import (
     Setting,
     WidthCosts,
 )
-from planner.profile.formula.layers import ElementBytes, Execution, LayerCosts, layer_costs
+from planner.profile.formula.layers import ElementBytes, ExecutionSettings, LayerCosts, layer_costs
 from planner.profile.formula.shapes import Transformer
 
 
@@ -64,7 +64,7 @@ class DeviceRates:
 
 def transformer_profile(
     shape: Transformer,
-    execution: Execution,
+    execution: ExecutionSettings,
     element_bytes: ElementBytes,
     rates: DeviceRates,
     *,
@@ -90,7 +90,7 @@ def transformer_profile(
         other_tensor_parallel: Further numbers of devices per layer (t). The profile also has the costs for each.
     """
 
-    def layers_of(execution: Execution) -> tuple[LayerProfile, ...]:
+    def layers_of(execution: ExecutionSettings) -> tuple[LayerProfile, ...]:
         layers = [
             _layer_profile(layer, element_bytes, rates, sizes=micro_batch_sizes, steps_at_once=steps_at_once)
             for layer in layer_costs(shape, execution, element_bytes)
@@ -120,13 +120,15 @@ def transformer_profile(
     )
 
 
-def _settings(shape: Transformer, execution: Execution, rates: DeviceRates) -> dict[str, Setting]:
+def _settings(shape: Transformer, execution: ExecutionSettings, rates: DeviceRates) -> dict[str, Setting]:
     block = shape.blocks[-1]
     # For models with layer norms, the formulas are the same with and without fused kernels.
     left_out = {"tensor_parallel", "counts_collectives", *(["fused"] if shape.layer_norms else [])}
     names = [of.name for of in fields(execution) if of.name not in left_out]
     options: dict[str, Setting] = {
-        name: getattr(execution, name) for name in names if getattr(execution, name) != getattr(Execution(), name)
+        name: getattr(execution, name)
+        for name in names
+        if getattr(execution, name) != getattr(ExecutionSettings(), name)
     }
     return {
         "formula": shape.family,

@@ -11,7 +11,7 @@ from planner.profile.formula.shapes import Attention, Block, Experts, FeedForwar
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Execution:
+class ExecutionSettings:
     """Parallelism within the layers of a model, and properties of the kernels that run the layers."""
 
     tensor_parallel: int = 1
@@ -80,7 +80,7 @@ _TORCHTITAN = {"embedding": "tok_embeddings", "block": "layers.", "mtp": "mtp.la
 """Names (or prefixes of names) of the modules of torchtitan's decoders, by kind of layer."""
 
 
-def layer_costs(shape: Transformer, execution: Execution, element_bytes: ElementBytes) -> Iterator[LayerCosts]:
+def layer_costs(shape: Transformer, execution: ExecutionSettings, element_bytes: ElementBytes) -> Iterator[LayerCosts]:
     """Yield the costs of embedding, blocks and head, for one sample on one of the devices that share the layer.
 
     Layers of a decoder from a config.json have torchtitan's names, so that plans can be emitted for torchtitan.
@@ -105,7 +105,7 @@ def layer_costs(shape: Transformer, execution: Execution, element_bytes: Element
 
 
 class _LayerFormulas:
-    def __init__(self, shape: Transformer, execution: Execution, element_bytes: ElementBytes) -> None:
+    def __init__(self, shape: Transformer, execution: ExecutionSettings, element_bytes: ElementBytes) -> None:
         self.shape, self.execution, self.element_bytes = shape, execution, element_bytes
         self.e, self.t = element_bytes.activation, execution.tensor_parallel
         self.residual = element_bytes.residual or self.e
@@ -162,7 +162,7 @@ class _LayerFormulas:
             name=block.kind,
             # Each device has whole normalizations, and whole biases of products whose inputs are split.
             parameters=sum(each.parameters(t) for each in local)
-            + block.num_unsplit_parameters(shape.hidden, shape.norm_parameters),
+            + block.num_unsplit_parameters(shape.hidden, shape.norm_parameters_per_channel),
             largest_weight=max(map(self._weight, local)) // t,
             forward_flops=products + attention,
             input_flops=products + (3 if again else 2) * attention,
@@ -197,7 +197,7 @@ class _LayerFormulas:
         weights = words + (shape.vocabulary if shape.head_bias else 0)
         return LayerCosts(
             name="head",
-            parameters=weights + shape.norm_parameters * shape.hidden,
+            parameters=weights + shape.norm_parameters_per_channel * shape.hidden,
             cast_parameters=weights,
             largest_weight=words,
             forward_flops=flops,

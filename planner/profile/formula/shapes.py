@@ -21,7 +21,7 @@ class MatrixProduct:
     copies: int = 1
     """Number of experts, each with its own weights of this size; 1 if there are no experts."""
     uses: float = 1.0
-    """Number of experts that multiply each token, times `Execution.capacity`; 1 if there are no experts."""
+    """Number of experts that multiply each token, times `ExecutionSettings.capacity`; 1 if there are no experts."""
 
     def parameters(self, devices: int = 1) -> int:
         """Return the number of parameters on each of `devices` devices that share the layer."""
@@ -76,7 +76,7 @@ class Attention:
     """True if a learned bias for relative positions is added to the scores."""
     concatenated: bool = False
     """True if queries are concatenated from a rotated part and another part. The product after attention then saves a
-    copy of attention's result, unless `Execution.fused` is True."""
+    copy of attention's result, unless `ExecutionSettings.fused` is True."""
     window: int = 0
     """Number of tokens to which each token attends; 0 for all tokens."""
     latent: LatentRanks | None = None
@@ -122,7 +122,7 @@ class FeedForward:
     joined: bool = False
     """True if a single product computes both inputs of the gate."""
     kept: int = 2
-    """Number of tensors that the activation function saves for backward if `Execution.fused` is False."""
+    """Number of tensors that the activation function saves for backward if `ExecutionSettings.fused` is False."""
     dropout: bool = False
     """True if training applies dropout before the last product, which keeps a mask and the result for backward."""
     converted: bool = False
@@ -150,13 +150,13 @@ class Experts:
     bias: bool = False
     """True if router and experts have biases."""
     kept: int = 4
-    """Number of tensors that the gated activation of an expert saves for backward if `Execution.fused` is False."""
+    """Number of tensors that an expert's gated activation saves for backward if `ExecutionSettings.fused` is False."""
     shared_bias: bool = False
     shared_gate: bool = False
     """True if a gate multiplies the result of the shared experts."""
 
     def matrix_products(self, hidden: int, capacity: float = 1.0) -> Iterator[MatrixProduct]:
-        """Yield the products with weights: router, experts, shared experts. `capacity` is that of `Execution`."""
+        """Yield the products with weights: router, experts, shared experts (`capacity`: see `ExecutionSettings`)."""
         yield MatrixProduct(inputs=hidden, outputs=(self.count,), bias=self.bias, split="none")
         own = MatrixProduct(
             inputs=hidden,
@@ -222,12 +222,12 @@ class Block:
         if self.kind == "mtp":
             yield MatrixProduct(inputs=2 * hidden, outputs=(hidden,))
 
-    def num_unsplit_parameters(self, hidden: int, norm_parameters: int) -> int:
+    def num_unsplit_parameters(self, hidden: int, norm_parameters_per_channel: int) -> int:
         """Return the number of parameters, except biases of products, that tensor parallelism does not split."""
         # A block that predicts a further token has three more normalizations: of its two inputs and of its result.
         norms = self.norms + self.post_norms + (3 if self.kind == "mtp" else 0)
         channels = norms * hidden + sum(attention.norm_channels for attention in self.attentions)
-        return norm_parameters * channels + self.more_parameters
+        return norm_parameters_per_channel * channels + self.more_parameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -275,20 +275,22 @@ class Transformer:
         return any(isinstance(block.feed_forward, Experts) for block in self.blocks)
 
     @property
-    def norm_parameters(self) -> int:
+    def norm_parameters_per_channel(self) -> int:
         """Number of parameters per channel in a normalization layer."""
         return 0 if self.weightless_norms else 2 if self.layer_norms else 1
 
     def block_parameters(self, block: Block) -> int:
         """Return the number of parameters of a block."""
         products = sum(linear.parameters() for linear in block.matrix_products(self.hidden))
-        return products + block.num_unsplit_parameters(self.hidden, self.norm_parameters)
+        return products + block.num_unsplit_parameters(self.hidden, self.norm_parameters_per_channel)
 
     @property
     def parameters(self) -> int:
         """Number of parameters of the model."""
         words = self.vocabulary * self.hidden * (1 if self.tied else 2)
-        whole = (self.positions + self.norm_parameters) * self.hidden + (self.vocabulary if self.head_bias else 0)
+        whole = (self.positions + self.norm_parameters_per_channel) * self.hidden + (
+            self.vocabulary if self.head_bias else 0
+        )
         return sum(map(self.block_parameters, self.blocks)) + words + whole
 
 

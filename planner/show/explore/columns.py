@@ -15,7 +15,7 @@ from planner.core.cost.stages import StageMemoryTable, stage_memory_table
 from planner.core.schedule import KINDS
 from planner.core.values.plan import ITEMS, Recompute
 from planner.show.explore.tables import ZERO, NumberTable
-from planner.show.explore.windows import CutRows, DeviceGroup, StageRows
+from planner.show.explore.windows import DeviceGroup, LinkCutPairs, StageRows
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
@@ -201,7 +201,7 @@ def add_time_columns(
 
 
 def add_transfer_columns(
-    table: NumberTable, costs: ChainCosts, crossings: CutRows, pipeline: DeviceGroup
+    table: NumberTable, costs: ChainCosts, crossings: LinkCutPairs, pipeline: DeviceGroup
 ) -> dict[str, int]:
     """Add columns with transfer times to a table.
 
@@ -215,5 +215,7 @@ def add_transfer_columns(
         JSON data with the indices of the added columns.
     """
     sent = costs.boundaries.output[crossings.cut - 1].tolist()
-    send_us = [pipeline.links[link].transfer_us(size) for link, size in zip(crossings.link.tolist(), sent, strict=True)]
+    send_us = [
+        pipeline.indexed_links[link].transfer_us(size) for link, size in zip(crossings.link.tolist(), sent, strict=True)
+    ]
     return {"send": table.add(np.array(send_us)), "send_hides": table.add(2 * np.array(send_us))}

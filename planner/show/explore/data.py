@@ -86,18 +86,18 @@ def page_data(request: ExplorerRequest) -> PageData:
     """Return the data of the interactive report; for a long chain, only with stages near the initial cuts."""
     chain, menu = _ExplorerChain.of(request), schedule_menu(request)
     nearby = _NearbyStages.of(chain, menu)
-    widths = nearby.widths(_MOST_STAGES // len(chain.costs))
+    widths = nearby.max_cut_moves(_MOST_STAGES // len(chain.costs))
     tables = nearby.tables(widths)
     while (size := len(_text(tables))) > MOST_BYTES:
         optional = [chunks for chunks in menu.chunks if chunks != request.plan.chunks]
         if max(widths.values()) > 1:
-            fewer = nearby.widths(tables["num_stages"] * MOST_BYTES // size)
+            fewer = nearby.max_cut_moves(tables["num_stages"] * MOST_BYTES // size)
             # Stages near different cuts are partly the same, so a smaller width may leave out fewer than estimated.
             widths = {s: max(1, min(max(fewer[s], width // 2), width - 1)) for s, width in widths.items()}
         elif optional:
             menu = menu.without(optional[-1])
             nearby = _NearbyStages.of(chain, menu)
-            widths = nearby.widths(0)
+            widths = nearby.max_cut_moves(0)
         else:
             break
         tables = nearby.tables(widths)
@@ -128,7 +128,7 @@ class _NearbyStages:
         even = {s: even_balance(chain.one, s) for s in {layout.num_stages for layout in layouts.values()}}
         return cls(chain=chain, menu=menu, layouts=layouts, balances={**even, len(plan.balance): plan.balance})
 
-    def widths(self, max_stages: int) -> dict[int, int]:
+    def max_cut_moves(self, max_stages: int) -> dict[int, int]:
         """Return how many layers a cut may move to either side, for each number of stages of a partition.
 
         Args:
@@ -188,7 +188,7 @@ class _NearbyStages:
         return [ALONE if most > 1 else ALONE_ONCE for most in in_flight]
 
     def layouts_data(self) -> dict[str, object]:
-        links, layouts = self.chain.pipeline.links, list(self.layouts)
+        links, layouts = self.chain.pipeline.indexed_links, list(self.layouts)
         return {
             "blocking": [link.blocking for link in links],
             "layouts": [layout.json_data() for layout in self.layouts.values()],

@@ -29,11 +29,11 @@ class StageRows(NamedTuple):
     """Index after the stage's last layer."""
 
 
-class CutRows(NamedTuple):
+class LinkCutPairs(NamedTuple):
     """Sorted pairs (link, cut) as arrays of equal length: each link over which the tensors at a cut may be sent."""
 
     link: IntArray
-    """Index into `DeviceGroup.links`."""
+    """Index into `DeviceGroup.indexed_links`."""
     cut: IntArray
     """Number of layers before the cut."""
 
@@ -49,7 +49,7 @@ class DeviceGroup:
         self._links: dict[Link, int] = {}
 
     @property
-    def links(self) -> tuple[Link, ...]:
+    def indexed_links(self) -> tuple[Link, ...]:
         """Distinct links for which `link_index` was called."""
         return tuple(self._links)
 
@@ -71,7 +71,7 @@ class StageLayout:
     speeds: tuple[int, ...]
     """Index of each stage's speed in `DeviceGroup.speeds`."""
     links: tuple[int, ...]
-    """Index of each boundary's link in `DeviceGroup.links`; -1 if both stages are on one device."""
+    """Index of each boundary's link in `DeviceGroup.indexed_links`; -1 if both stages are on one device."""
 
     @classmethod
     def of(cls, pipeline: DeviceGroup, chunks: int, placement: Placement) -> "StageLayout":
@@ -146,7 +146,7 @@ def even_balance(costs: ChainCosts, num_stages: int) -> tuple[int, ...]:
 
 def stages_near(
     layouts: Iterable[StageLayout], balances: Mapping[int, Sequence[int]], widths: Mapping[int, int]
-) -> tuple[StageRows, CutRows]:
+) -> tuple[StageRows, LinkCutPairs]:
     """Return all stages and cuts that result if each initial cut moves by a few layers.
 
     Args:
@@ -164,7 +164,7 @@ def stages_near(
             crossings.update((link, cut) for cut in cuts if link >= 0)
     return (
         StageRows(*np.array(sorted(cells), np.int64).T),
-        CutRows(*np.array(sorted(crossings), np.int64).reshape(-1, 2).T),
+        LinkCutPairs(*np.array(sorted(crossings), np.int64).reshape(-1, 2).T),
     )
 
 

@@ -11,7 +11,7 @@ from planner.core.values.sweep import Sweep
 from planner.show.gate.plan_file import PlanFile
 from planner.show.terminal.verdict import verdict_words
 from planner.show.views.comparison import best_cluster_lines, comparison_table, difference_table, sweep_table
-from planner.show.views.plan import figure_words, plan_stage_table
+from planner.show.views.plan import plan_stage_table, step_rate_bubble_words
 from planner.show.views.table import Table
 
 _STAGES = ("stage", "layers", "recompute", "memory", "limit", "share")
@@ -28,7 +28,7 @@ def verdict_markdown(verdict: Verdict, plan_file: PlanFile) -> str:
     parts += [f"- would fit: {_text(line)}" for line in verdict.would_fit]
     if verdict.plan is not None:
         stages = plan_stage_table(verdict.plan, brief=True).pick(*_STAGES)
-        parts += ["", " · ".join(figure_words(verdict.plan, verdict.certainty)), "", *_table(stages)]
+        parts += ["", " · ".join(step_rate_bubble_words(verdict.plan, verdict.certainty)), "", *_table(stages)]
     if verdict.difference is not None:
         parts += ["", *_difference(verdict.difference)]
     return "\n".join(parts) + "\n"

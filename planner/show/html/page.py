@@ -26,9 +26,9 @@ from planner.show.views.cluster import (
     days_words,
     hours_words,
     measured_to_predicted_ratios,
-    run_length_words,
     shown_run,
     tokens_per_second_text,
+    training_length_words,
 )
 from planner.show.views.measured import pipeline_words
 from planner.show.views.memory import device_memory, fullest_device
@@ -134,7 +134,7 @@ def _of_cluster(plan: Plan, certainty: Certainty | None) -> list[_Figure]:
     if shown is None:
         return figures
     run, inputs = shown
-    figures.append((run_length_words(inputs), days_words(run, ratios), hours_words(run, None)))
+    figures.append((training_length_words(inputs), days_words(run, ratios), hours_words(run, None)))
     if run.cost is not None:
         figures.append(("cost", amount_words(run.cost, ratios), f"{inputs.price:g} per GPU-hour"))
     return figures

@@ -22,13 +22,13 @@ from planner.show.views.certainty import accuracy_words, fit_words, peak_words
 from planner.show.views.cluster import throughput_words, training_words
 from planner.show.views.numbers import not_measured_warning, percent, row_noun, solver_method_label
 from planner.show.views.plan import (
-    figure_words,
     gap_words,
     gpu_noun,
     has_unlike_devices,
     ideal_bubble_words,
     optimality_text,
     plan_headline,
+    step_rate_bubble_words,
 )
 
 
@@ -73,7 +73,7 @@ def _sections(plan: Plan, events: Sequence[Event], style: Style) -> list[list[Re
 
 def _figures(plan: Plan, certainty: Certainty | None, style: Style) -> list[Text]:
     predicted = plan.predicted
-    step, speed, bubble = figure_words(plan, certainty)
+    step, speed, bubble = step_rate_bubble_words(plan, certainty)
     shares = [
         f"{bubble} ({ideal})" if (ideal := ideal_bubble_words(plan)) else bubble,
         f"imbalance {predicted.imbalance:.2f}",

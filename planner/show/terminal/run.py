@@ -27,11 +27,11 @@ from planner.show.views.measured import (
     WAITING,
     difference_words,
     figure_label,
+    has_only_device_peaks,
     is_over,
     pipeline_words,
     ran_other_stages,
     run_table,
-    shares_peaks,
     times_warning,
 )
 from planner.show.views.numbers import NOTHING, TimeUnit, percent, rate_text, row_noun
@@ -58,7 +58,7 @@ def run_text(report: RunReport, plan: Plan | None, style: Style) -> str:
         parts += [*_comparison(plan, report, style), BLANK]
     if plan is None or any(stage.idle_us for stage in report.stages):
         parts += _measured(report, style)
-        if plan is not None and shares_peaks(plan, report):
+        if plan is not None and has_only_device_peaks(plan, report):
             parts.append(wrap_items(OF_DEVICES.split(), style, gap=" "))
     return render(style, *parts)
 

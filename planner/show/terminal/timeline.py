@@ -51,7 +51,7 @@ class AxisScale:
         # Half always rounds up (Python's `round` rounds to even), so equal durations differ by at most one column.
         return floor(time_us * self.columns / self.total_us + 0.5)
 
-    def room(self, duration_us: float) -> int:
+    def box_columns(self, duration_us: float) -> int:
         """Return the width of a box with this duration in columns, rounded down."""
         return floor(duration_us * self.columns / self.total_us + 1e-9)
 
@@ -65,7 +65,7 @@ class TimelineBox:
     micro_batch: int
     start: int
     end: int
-    room: int
+    columns: int
     """Number of columns available for the label."""
     chunk: int | None = None
     """Chunk of the action on its device; None if every device has one stage."""
@@ -124,7 +124,7 @@ def boxes_of(events: Sequence[Event], device: int, scale: AxisScale, num_devices
             micro_batch=event.micro_batch,
             start=scale.column(event.start_us),
             end=scale.column(event.end_us),
-            room=scale.room(event.end_us - event.start_us),
+            columns=scale.box_columns(event.end_us - event.start_us),
             chunk=event.stage // num_devices if several else None,
         )
         for event in computed
@@ -159,12 +159,12 @@ def _fill(box: TimelineBox) -> str:
 
 
 def _has_number(box: TimelineBox) -> bool:
-    return box.room >= len(box.name)
+    return box.columns >= len(box.name)
 
 
 def _has_short_number(box: TimelineBox) -> bool:
     # Some fill must remain visible to show the chunk.
-    return box.chunk is not None and len(box.short_name) < box.room < len(box.name)
+    return box.chunk is not None and len(box.short_name) < box.columns < len(box.name)
 
 
 def _label(box: TimelineBox) -> str:
@@ -172,7 +172,7 @@ def _label(box: TimelineBox) -> str:
         return box.name[: box.end - box.start]
     if _has_short_number(box):
         return box.short_name
-    return box.kind if box.room >= 2 else ""
+    return box.kind if box.columns >= 2 else ""
 
 
 def _look(box: TimelineBox, ink: int | None = None, *, bold: bool = False) -> str:
@@ -215,6 +215,6 @@ def _legend(style: Style, *, idle: float | None, boxes: Sequence[TimelineBox], c
 
 
 def _sample(kind: ActionKind, chunk: int) -> Text:
-    box = TimelineBox(kind=kind.letter, micro_batch=0, start=0, end=3, room=3, chunk=chunk)
+    box = TimelineBox(kind=kind.letter, micro_batch=0, start=0, end=3, columns=3, chunk=chunk)
     sample = Text(kind.letter, style=_look(box, kind.terminal_ink, bold=True))
     return sample.append(_fill(box) * 2, _look(box))

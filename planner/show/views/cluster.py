@@ -63,13 +63,13 @@ def run_words(run: TrainingRunEstimate, inputs: Inputs, ratios: tuple[float, flo
         inputs: Inputs of the plan, with the length of the run and the price.
         ratios: Smallest and largest ratio of measured to predicted times; None if they are not known.
     """
-    words = [f"{run_length_words(inputs)} in {days_words(run, ratios)}", hours_words(run, ratios)]
+    words = [f"{training_length_words(inputs)} in {days_words(run, ratios)}", hours_words(run, ratios)]
     if run.cost is not None:
         words.append(f"cost {amount_words(run.cost, ratios)} at {inputs.price:g} per GPU-hour")
     return words
 
 
-def run_length_words(inputs: Inputs) -> str:
+def training_length_words(inputs: Inputs) -> str:
     """Return the length of the training run, such as `1T tokens`; `1 step` if the request has no length."""
     if inputs.tokens:
         return f"{format_count(inputs.tokens)} tokens"

@@ -65,12 +65,12 @@ def pipeline_words(report: RunReport, plan: Plan | None = None) -> str:
     """
     replicas = len({stage.replica for stage in report.stages})
     stages = pluralize(len(report.stages) // max(1, replicas), "stage")
-    if plan is not None and shares_peaks(plan, report):
+    if plan is not None and has_only_device_peaks(plan, report):
         stages += f" on {plan.num_devices} devices"
     return f"{stages} in {replicas} replicas" if replicas > 1 else stages
 
 
-def shares_peaks(plan: Plan, report: RunReport) -> bool:
+def has_only_device_peaks(plan: Plan, report: RunReport) -> bool:
     """Return True if several stages shared a device, so that only the peak of the device was measured."""
     return plan.chunks > 1 and not ran_other_stages(plan, report)
 

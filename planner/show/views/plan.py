@@ -50,7 +50,7 @@ def gpu_noun(plan: Plan) -> str:
     return "device" if plan.tensor_parallel == 1 else "GPU"
 
 
-def figure_words(plan: Plan, certainty: Certainty | None = None) -> tuple[str, str, str]:
+def step_rate_bubble_words(plan: Plan, certainty: Certainty | None = None) -> tuple[str, str, str]:
     """Return step time, samples per second and bubble as texts."""
     return (
         f"step {step_words(plan, certainty)}",

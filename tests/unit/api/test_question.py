@@ -7,7 +7,7 @@ from typing import Any, Literal
 import pytest
 
 from planner.api.options.solving import SolverOptions
-from planner.api.question import calibrated_options, solve_command_options
+from planner.api.question import calibrated_solve_options, solve_command_options
 from planner.api.solver_request import request_of
 from planner.core.values.balance import quote_options, replan_command
 from planner.core.values.cluster import ExecutorCost, Link
@@ -52,7 +52,7 @@ def test_repeated_options_give_the_same_request(words: str) -> None:
     inputs = request_of(profile, REFERENCE, typed(words)).inputs
     again = quote_options(solve_command_options(inputs, device))
     assert request_of(profile, REFERENCE, typed(again)).inputs == inputs
-    names = {option.partition(" ")[0] for option in calibrated_options(inputs, device)}
+    names = {option.partition(" ")[0] for option in calibrated_solve_options(inputs, device)}
     assert not {"--overhead", "--reserve"} & names
     assert ("--link" in names) == ("--inter-link" in words)
 

@@ -9,7 +9,7 @@ from typing import Literal
 
 import pytest
 
-from planner.api.question import calibrated_options
+from planner.api.question import calibrated_solve_options
 from planner.core.errors import UsageError
 from planner.core.values.balance import RunPrediction
 from planner.core.values.plan import Inputs, Plan, ProfileReference, ScheduleName
@@ -293,7 +293,7 @@ def test_balance_configuration_has_predictions_and_paths() -> None:
     profile = profile_of()
     plan, smaller = plan_of(profile, (2, 4, 6)), plan_of(profile, (5, 7))
     input_paths = InputPaths(plan="plans/three.yaml", profile="data/profile.yaml", smaller=("two.yaml",))
-    write = partial(emit_native, plan, profile, folder="out", repeat_options=calibrated_options)
+    write = partial(emit_native, plan, profile, folder="out", repeat_options=calibrated_solve_options)
     emitted = write(profile_folder="data", smaller=(smaller,), input_paths=input_paths)
     expected = {"profile": "../data/profile.yaml", "reserve_bytes": 0}
     assert [balance.planned for balance in emitted.plans] == [

@@ -28,7 +28,7 @@ from planner.files import read_profile
 from planner.model.ghosts import ghost_like
 from planner.model.load import LoadedModel
 from planner.profile.backends.estimated import EstimatedBackend, GhostMeter, RooflineClock
-from planner.profile.backends.gpu_kernels import GpuKernels
+from planner.profile.backends.gpu_kernels import GpuSavedTensorsMode
 from planner.profile.profiler import profile_model
 from planner.profile.task import ProfilerOptions
 from planner.show.terminal.profile import profile_text
@@ -122,7 +122,7 @@ def test_estimated_memory_equals_measured_memory(name: str) -> None:
 def kept_bytes(work: Any) -> int:
     """Return the bytes that an operation on a GPU keeps for its backward, with its result."""
     results = []
-    with GpuKernels():
+    with GpuSavedTensorsMode():
         return GhostMeter().measure(lambda: results.append(work())).end_bytes
 
 

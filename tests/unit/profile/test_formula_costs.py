@@ -10,7 +10,7 @@ from planner.core.cost.partition import Partition
 from planner.core.values.cluster import Cluster
 from planner.core.values.profile import Device, Profile
 from planner.profile.formula.costs import DeviceRates, transformer_profile
-from planner.profile.formula.layers import ElementBytes, Execution
+from planner.profile.formula.layers import ElementBytes, ExecutionSettings
 from planner.profile.formula.shapes import gpt_transformer
 
 GPT3 = {"layers": 96, "hidden": 12_288, "heads": 96, "sequence": 2048, "vocabulary": 51_200, "feed_forward": 49_152}
@@ -23,7 +23,7 @@ def by_formula(widths: ElementBytes = FP16, sizes: tuple[int, ...] = (1,), **sha
     execution = {name: shape.pop(name) for name in tuple(shape) if name in EXECUTION}
     return transformer_profile(
         gpt_transformer(**{**GPT3, **shape}),
-        Execution(**execution, fused=True),
+        ExecutionSettings(**execution, fused=True),
         widths,
         DeviceRates(flops_per_s=1.0, bytes_per_s=2e12),
         device=Device(kind="cuda", how="estimated"),

@@ -20,7 +20,7 @@ from planner.profile import passes, records, timing
 from planner.profile.backends import measured
 from planner.profile.profiler import InterruptedProfileError, profile_model
 from planner.profile.task import Measurements, ProfilerOptions
-from planner.profile.timing import entry_times_us, measure_times, time_uncertainty
+from planner.profile.timing import layer_entry_times_us, measure_times, time_uncertainty
 from planner.profile.units import LayerToMeasure, MeasurementInput
 from tests.support.measure import loaded_model, profile_of_model
 
@@ -81,7 +81,7 @@ def test_a_sequential_has_no_entry_times() -> None:
 def test_entry_times_are_interpolated_between_measured_layers() -> None:
     """The median of each layer's repeats counts; another size does not."""
     measured_us = {("b", 2): [1.0, 5.0, 100.0], ("d", 2): [15.0], ("c", 1): [70.0]}
-    assert entry_times_us("abcdef", 2, measured_us) == [5, 5, 10, 15, 15, 15]
+    assert layer_entry_times_us("abcdef", 2, measured_us) == [5, 5, 10, 15, 15, 15]
 
 
 def test_concatenations_sent_in_parts_are_warned_about_once() -> None:
@@ -208,7 +208,7 @@ def test_equal_layers_take_turns_in_timing(monkeypatch: pytest.MonkeyPatch) -> N
 def test_short_equal_layers_in_a_row_are_timed_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each block takes a millisecond of a clock that does not run otherwise, so a pass of 20 ms could have 20."""
     now_ns = [0]
-    forward, together = Block.forward, timing.layers_together
+    forward, together = Block.forward, timing.group_equal_layers
     groups: list[list[tuple[str, int]]] = []
 
     def taking_time(self: Block, value: Tensor) -> Tensor:
@@ -222,7 +222,7 @@ def test_short_equal_layers_in_a_row_are_timed_together(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(Block, "forward", taking_time)
     monkeypatch.setattr(clock.time, "process_time_ns", lambda: now_ns[0])
-    monkeypatch.setattr(timing, "layers_together", noted)
+    monkeypatch.setattr(timing, "group_equal_layers", noted)
     model = nn.Sequential(*(Block() for _ in range(20)), nn.Hardtanh(), Block())
     profile = profile_of_model(loaded_model(model), sizes=(2,), repeats=3)
     # The first layer's input needs no gradient, and the last layer includes the loss.
@@ -246,7 +246,7 @@ def test_groups_take_20_ms_and_256_mib_on_a_cpu(layer_us: float, kept_bytes: int
 def test_layers_of_a_group_are_consecutive(number: int, firsts: list[int]) -> None:
     chain = chain_of(nn.Sequential(*(nn.Linear(8, 8) for _ in range(9))))
     units = [LayerToMeasure(layer.name, layer.module, None, "") for layer in chain.layers]
-    groups = timing.layers_together(chain, units, [1, 2, 3, 4, 5, 6, 8], number)
+    groups = timing.group_equal_layers(chain, units, [1, 2, 3, 4, 5, 6, 8], number)
     assert [int(unit.name) for unit in groups] == firsts
     value = torch.randn(2, 8)
     for unit in groups:

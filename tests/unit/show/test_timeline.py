@@ -97,7 +97,7 @@ def test_interleaved_timeline_by_hand():
 def test_boxes_of_chunks_are_numbered_all_or_not_at_all():
     scale = AxisScale(total_us=40.0, columns=30)
     boxes = boxes_of(interleaved(2, 2, 2, forward_us=4.0), 0, scale, 2)
-    assert {box.room for box in boxes} == {3}
+    assert {box.columns for box in boxes} == {3}
     drawn = rows(timeline_text(interleaved(2, 2, 2), 2, style(60 + 7)))
     assert all(re.fullmatch(r"( *([FB]\d\.\d)[░▒▓█]+)+", row) for row in drawn)
     narrow = timeline_text(interleaved(4, 8, 2), 4, style(84))

@@ -92,7 +92,7 @@ def test_cheap_results_are_recomputed() -> None:
     """Of linear, ReLU, linear, only the first product is kept."""
     layer = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4))
     split = split_layer(function_of(layer, torch.randn(5, 8, requires_grad=True)))
-    assert [tuple(shape.shape) for shape in split.made_shapes] == [(5, 32)]
+    assert [tuple(shape.shape) for shape in split.made_residual_shapes] == [(5, 32)]
     assert {residual.kind for residual in split.residuals} == {"state", "input", "made"}
 
 
@@ -111,7 +111,7 @@ def test_outputs_that_are_inputs_are_recorded() -> None:
     split, _, _, of_inputs = run_split(Passing(), *tensors)
     assert split.passed == (-1, 1)
     assert of_inputs[1].shape == (2, 3)
-    assert split.made_shapes == []
+    assert split.made_residual_shapes == []
 
 
 @pytest.mark.slow
