@@ -96,6 +96,8 @@ def test_calibrations_on_a_busy_machine_are_reported_and_not_cached(tmp_path, mo
 
 
 @pytest.mark.slow
+# JAX warns of forks if an earlier test has imported it. The processes do not use it.
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
 @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.nightly)])
 def test_calibration_of_two_processes_is_positive_and_finite(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     """Over gloo, a transfer blocks the receiving stage. Forked processes start faster."""
