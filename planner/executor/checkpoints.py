@@ -116,7 +116,12 @@ class Checkpoints:
         self._folder = self._place.path
         if self._folder is not None:
             self._own_state()  # raise an error now if some state cannot be saved; checked again after the first step
-            self._unsaved_state = UnsavedState(pipeline.modules, optimizer)
+            named = [optimizer, *stateful.values()]
+            self._unsaved_state = UnsavedState(
+                pipeline.modules,
+                optimizer,
+                lambda: (other for other in pipeline.optimizers if all(other is not held for held in named)),
+            )
             _ = pipeline.code_digests  # of variables as they are now, before the script changes some between steps
         pipeline.at_close.append(self._release)
         candidates = self._place.resumable_checkpoints(resume)

@@ -100,6 +100,7 @@ class Pipeline:
             # Random numbers that the script draws later (the order of its data) are equal on every rank.
             seed_process(seed * 1_000_003 + 7919)
             self._trainer = Trainer(job, self._assembly, self._mini_batches, on_step)
+            self.at_close.append(self._trainer.own_optimizers.remove)
             self.modules = self._assembly.modules
             """Stages that this rank runs, first to last."""
             self.whole_model = self._assembly.whole_model
@@ -165,8 +166,15 @@ class Pipeline:
         optimizer = WholeModelOptimizer(build, whole).build_for(self._assembly.parameter_pairs())
         check = optimizer_step_check(optimizer, build, whole) if is_divided else None
         begin, end = self._trainer.record_optimizer(optimizer)
-        hide_process_group_in_step(optimizer, [begin] if check is None else [begin, check], end)
+        before = [begin] if check is None else [begin, check]
+        # After an overflow there are no gradients, but an optimizer of the user may also count or average in its step.
+        hide_process_group_in_step(optimizer, before, end, is_skipped=lambda: self.skipped)
         return optimizer
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Optimizers that `optimizer` has returned and that still exist."""
+        return self._trainer.optimizers
 
     def named_tensors(self) -> dict[str, Tensor]:
         """Return this rank's part of the model's state dict: parameters and persistent buffers by name."""

@@ -27,6 +27,7 @@ from planner.executor.run.gradients import (
 )
 from planner.executor.run.loss_scale import LossScale
 from planner.executor.run.losses import loss_weights_of_parts, sum_losses
+from planner.executor.run.own_optimizers import OwnOptimizers
 from planner.executor.run.parts import MiniBatchPart, micro_batches_of
 from planner.executor.run.random_state import StepSeeds, keeping_random_state
 from planner.executor.run.same_batch import NO_CHECKSUMS
@@ -45,7 +46,9 @@ class Trainer:
         self._job, self._assembly, self._mini_batches = job, assembly, mini_batches
         self._groups, self._recorder = assembly.groups, assembly.recorder
         self._parameters = dict(assembly.named_parameters())
-        self._script = ScriptChangeRecorder(self._parameters.values() if job.place.num_devices > 1 else [])
+        own = self._parameters.values() if job.place.num_devices > 1 else []
+        self._script = ScriptChangeRecorder(own)
+        self.own_optimizers = OwnOptimizers([*own, *assembly.whole_model.parameters()])
         self._agreement = PhaseAgreement(job.place, assembly.groups, job.device, job.activity, script=self._script)
         self._frozen = [name for name, parameter in self._parameters.items() if not parameter.requires_grad]
         """Names of the parameters that `build_model` freezes, and no `forward` has unfrozen."""
@@ -103,8 +106,18 @@ class Trainer:
             optimizer = held()
             groups = [] if optimizer is None else optimizer.param_groups[:num_groups]
             self._script.begin_optimizer_step([g["lr"] for g in groups if isinstance(g.get("lr"), float)])
+            self.own_optimizers.begin_step()
 
-        return begin, self._script.end_optimizer_step
+        def end() -> None:
+            self.own_optimizers.end_step()
+            self._script.end_optimizer_step()
+
+        return begin, end
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Optimizers in the records of steps that still exist."""
+        return [optimizer for held in self._optimizers if (optimizer := held()) is not None]
 
     def clip_gradients(self, max_norm: float) -> float:
         """Clip all gradients by their Euclidean norm over all stages, and return the norm before clipping."""
@@ -136,7 +149,7 @@ class Trainer:
         observed = MetricsCollector(metrics, keeps_outputs=outputs)
         agreed = self._agree_on_phase("evaluation" if metrics is None else "evaluation with metrics", [parts])
         self._job.activity.begin("the evaluation")
-        with keeping_random_state():
+        with keeping_random_state(), self.own_optimizers.paused():
             losses = [loss for part, _, weights in agreed for loss in self._evaluate_part(part, weights, observed)]
         place, device = self._job.place, self._job.device
         loss, means = mean_results(sum_losses(losses), observed, place, self._groups, device=device)
@@ -248,7 +261,7 @@ class Trainer:
         # Micro-batches are numbered over all replicas.
         before = self._job.place.replica * sum(part.micro_batches for part, *_ in agreed)
         trained = [name for name, parameter in self._parameters.items() if parameter.requires_grad]
-        with keeping_random_state():
+        with keeping_random_state(), self.own_optimizers.paused():
             for part, first, weights in agreed:
                 for module in assembly.modules:
                     module.seeds = StepSeeds(self._job.seed, self.step_index, before + first)
@@ -300,7 +313,7 @@ class Trainer:
             loss=loss,
             step_us=self._recorder.step_us[-1],
             samples=self.samples[-1],
-            learning_rates=learning_rates(filter(None, (held() for held in self._optimizers))),
+            learning_rates=learning_rates(self.optimizers),
             skipped=self.skipped,
         )
 

@@ -26,7 +26,11 @@ def hide_process_group() -> Iterator[None]:
 
 
 def hide_process_group_in_step(
-    optimizer: torch.optim.Optimizer, before: Sequence[Callable[[], None]], after: Callable[[], None]
+    optimizer: torch.optim.Optimizer,
+    before: Sequence[Callable[[], None]],
+    after: Callable[[], None],
+    *,
+    is_skipped: Callable[[], bool] = lambda: False,
 ) -> None:
     """Let `dist.is_initialized()` return False in every `step()` of an optimizer, and in the given functions.
 
@@ -34,11 +38,14 @@ def hide_process_group_in_step(
         optimizer: Optimizer to change.
         before: Functions to call before each step.
         after: Function to call after each step.
+        is_skipped: Function that returns True if `step()` shall do nothing.
     """
     step = optimizer.step
 
     @wraps(step)
     def hidden_step(_self: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_skipped():
+            return None
         with hide_process_group():
             for call in before:
                 call()

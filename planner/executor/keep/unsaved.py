@@ -4,13 +4,13 @@ A checkpoint stores `get_extra_state()` of modules, and for an optimizer outside
 no single parameter and further entries of its `state_dict`.
 
 A checkpoint does not store plain attributes (Python numbers, random generators, tensors), buffers that are not
-persistent, and optimizers within an optimizer. If these change in training, a warning names them, because a resumed run
-would lose the change.
+persistent, optimizers within an optimizer, and further optimizers that the script does not name. If these change in
+training, a warning names them, because a resumed run would lose the change.
 """
 
 import dis
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -86,9 +86,18 @@ class _ExtraState:
 
 
 class UnsavedState:
-    """Detector of changed state that checkpoints do not contain. Create it before the first step."""
+    """Detector of changed state that checkpoints do not contain. Create it before the first step.
 
-    def __init__(self, stages: Sequence[StageModule], optimizer: Optimizer) -> None:
+    Args:
+        stages: Stages of this rank.
+        optimizer: Optimizer that the checkpoints contain.
+        others: Function that returns the optimizers of the run that the checkpoints do not contain.
+    """
+
+    def __init__(
+        self, stages: Sequence[StageModule], optimizer: Optimizer, others: Callable[[], Iterable[Optimizer]] = list
+    ) -> None:
+        self._others = others
         self._modules = {path: m for path, m in _modules_of(stages).items() if not _has_extra_state(m)}
         self._optimizer = optimizer
         self._at_start = numbers_in_attributes(self._modules)
@@ -106,6 +115,7 @@ class UnsavedState:
         kept = {*self._at_start, *(name for name in every if name.startswith(tuple(self._read)))}
         numbers = without_leftover_tensors(every, kept)
         numbers |= self._numbers_of_buffers() | self._numbers_of_optimizer()
+        numbers |= {f"{type(other).__name__}.state": math.nan for other in self._others() if other.state}
         before, self._numbers = self._numbers, numbers
         if before is None:
             return []

@@ -31,13 +31,14 @@ def seeded_batches(batches: Iterable[Any], seed: int) -> Iterator[Any]:
     """
     states = SeparateRandomStates(HostRandomStates.seeded(seed))
     source = chain.from_iterable([batches])  # lazily, since `iter` of a loader draws, too
+    end = object()  # not None, which `batches` may yield by mistake
 
     def drawn() -> Any:
         with states:
-            return next(source, None)
+            return next(source, end)
 
     # No variable may hold a batch while it is used.
-    yield from iter(drawn, None)
+    yield from iter(drawn, end)
 
 
 def repeat_train_batches(model: LoadedModel, batch: int) -> Iterator[Any]:

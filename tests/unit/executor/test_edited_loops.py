@@ -118,10 +118,13 @@ with pipeline_script(os.environ["BALANCE"], given) as pipeline:
     build = {"shared": model.Shared, "inner": model.Inner}.get(what, torch.optim.SGD)
     optimizer = pipeline.optimizer(lambda ps: build(ps, lr=0.1, momentum=0.9))
     more = {"second": pipeline.optimizer(lambda ps: torch.optim.Adam(ps, lr=0.1))} if what == "second" else {}
+    unnamed = [pipeline.optimizer(lambda ps: torch.optim.Adam(ps, lr=0.1))] if what == "unnamed" else []
     saved = checkpoints(pipeline, given, optimizer, **more)
     parameters = [parameter for _, parameter in pipeline.named_parameters()]
     if what == "freeze":
         [parameter.requires_grad_(pipeline.is_last) for parameter in parameters]
+    if what == "not made":
+        optimizer = torch.optim.SGD(parameters, lr=0.1)
     if what == "copy":
         AveragedModel(pipeline.modules[0])
     averaged = torch.nn.ParameterList(parameters)
@@ -158,7 +161,7 @@ with pipeline_script(os.environ["BALANCE"], given) as pipeline:
                 [p.grad.mul_(0.1) for name, p in pipeline.named_parameters() if name < "2"]
                 [gradient.mul_(0.5**step) for gradient in gradients]
                 [gradient.clamp_(-0.5, 0.5) for gradient in gradients]
-            for each in (*more.values(), optimizer):
+            for each in (*more.values(), *unnamed, optimizer):
                 each.step()
             optimizer.zero_grad()
         average.update_parameters(averaged)
@@ -229,6 +232,13 @@ def test_scripts_may_freeze_and_unfreeze_layers_that_the_plan_trains(folder: Pat
         "rank 0, step 1": "4",
         "rank 1, step 1": "4",
     }
+
+
+def test_optimizers_must_be_made_by_the_pipeline(folder: Path) -> None:
+    """Other ranks' parameters would be missing in a clip or a learning rate that `step()` computes from all of them."""
+    output = refusal(folder, "not made")
+    assert "`pipeline.optimizer` has not made this SGD" in output
+    assert "step 0" not in output
 
 
 def test_clipping_by_the_norm_of_one_rank_is_refused(folder: Path) -> None:
@@ -310,6 +320,8 @@ def test_a_warning_names_state_that_checkpoints_do_not_contain(folder: Path) -> 
     case = Case(model=folder / "model.py", balance=(2, 2), settings=(("counts", 1),))
     write_balance(case, folder / "counts.yaml")
     assert "Inner.inner" in train(folder, "inner", "two", 3, "--checkpoint=inner")
+    assert "Adam.state" in train(folder, "unnamed", "two", 3, "--checkpoint=unnamed")
+    assert "Adam.state" not in train(folder, "second", "two", 3, "--checkpoint=second")
     write_balance(replace(case, settings=(("counts", 3),)), folder / "buffers.yaml")
     assert "1.mean" in train(folder, "plain", "buffers", 3, "--checkpoint=buffers")
     write_balance(replace(case, settings=(("counts", 4),)), folder / "caches.yaml")

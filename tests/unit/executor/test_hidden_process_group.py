@@ -48,6 +48,18 @@ def test_a_step_sees_no_group_and_is_counted_by_schedulers() -> None:
     assert dist.is_initialized()
 
 
+def test_a_skipped_step_does_nothing() -> None:
+    """An optimizer of the user may count steps, even if no parameter has a gradient."""
+    optimizer = torch.optim.SGD([parameter := nn.Parameter(torch.ones(1))], lr=1.0)
+    parameter.grad = torch.ones(1)
+    skipped = [True, False]
+    hide_process_group_in_step(optimizer, [], lambda: None, is_skipped=lambda: skipped.pop(0))
+    optimizer.step()
+    assert parameter.tolist() == [1.0]
+    optimizer.step()
+    assert parameter.tolist() == [0.0]
+
+
 @pytest.mark.parametrize("model", ["Asks()", "nn.Sequential(Asks(), nn.Linear(4, 4))"])
 def test_finding_layers_and_shapes_sees_no_group(model: str, tmp_path: Path) -> None:
     """Libraries cache their first answer to `dist.is_initialized()`."""

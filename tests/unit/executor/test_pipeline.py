@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -182,6 +183,15 @@ def test_mini_batches_that_are_no_pair_are_refused(tmp_path: Path, batch: object
     pipeline.close()
 
 
+def test_a_none_among_train_batches_does_not_end_the_run(tmp_path: Path) -> None:
+    """The loop would end early, with exit code 0."""
+    text = MODEL + OPTIMIZER + "def train_batches(n): return [(torch.zeros(n, 8), torch.zeros(n, 4)), None]\n"
+    pipeline = Pipeline(balance_of(tmp_path, text))
+    with pytest.raises(UsageError, match="got a NoneType as mini-batch"):
+        list(pipeline.batches(3))
+    pipeline.close()
+
+
 def test_empty_train_batches_are_reported(tmp_path: Path) -> None:
     pipeline = Pipeline(balance_of(tmp_path, MODEL + OPTIMIZER + "def train_batches(n): return []\n"))
     with pytest.raises(ModelError, match="`train_batches` is empty"):
@@ -297,6 +307,23 @@ def test_evaluation_gives_outputs_and_metrics(tmp_path: Path) -> None:
         pipeline.evaluate(inputs, targets, metrics=lambda *_: {str(next(names)): 1})
     assert pipeline.evaluate(inputs, targets) == plain
     pipeline.close()
+
+
+def test_an_overflow_skips_the_whole_step_of_an_optimizer(tmp_path: Path) -> None:
+    """Also what `step()` does without gradients: counting, averaging weights, hooks."""
+    path = balance_of(tmp_path, MODEL.replace("return ((", "return SCALE * ((") + OPTIMIZER + "SCALE = 1e30\n")
+    edit(path, dtype="fp16-mixed")
+    pipeline = Pipeline(path)
+    optimizer = pipeline.optimizer(pipeline.model.build_optimizer)
+    steps: list[int] = []
+    optimizer.register_step_post_hook(lambda *_: steps.append(pipeline.step_index))
+    for inputs, targets in pipeline.batches(3):
+        sys.modules["gpipe_plan_model_model"].SCALE = 1e30 if pipeline.step_index == 1 else 1.0
+        with pipeline.step(inputs, targets):
+            optimizer.step()
+            optimizer.zero_grad()
+    pipeline.close()
+    assert steps == [0, 2]
 
 
 def test_step_index_determines_the_draws_of_a_step(tmp_path: Path) -> None:
