@@ -134,7 +134,7 @@ class Tables:
     def chunks(self) -> tuple[FloatArray, FloatArray]:
         """Constant bytes of each stage as a chunk, and its components along a last axis."""
         always = np.full(self._shape, np.inf)
-        parts = np.full((*self._shape, len(ALLOCATIONS)), np.inf)
+        allocation_bytes = np.full((*self._shape, len(ALLOCATIONS)), np.inf)
         for (first, end), ways in self.ways.items():
             for n, way in enumerate(ways):
                 chunk = chunk_memory(
@@ -145,8 +145,8 @@ class Tables:
                     recompute=way.recompute,
                     recomputed=way.recomputed,
                 )
-                always[first, end, n], parts[first, end, n] = chunk.always.total, chunk.allocation_bytes
-        return always, parts
+                always[first, end, n], allocation_bytes[first, end, n] = chunk.always.total, chunk.allocation_bytes
+        return always, allocation_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,11 +193,11 @@ class Block:
             return np.stack(peaks, axis=1) + reserve
         costs = self.tables.costs
         shared = shared_bytes(costs, self.cuts, self.num_devices)
-        always, parts = subtract_shared(*map(self._at, self.tables.chunks), shared, exact=costs.exact)
+        always, allocation_bytes = subtract_shared(*map(self._at, self.tables.chunks), shared, exact=costs.exact)
         devices = []
         for d, counts in enumerate(peak_allocation_counts(self.actions)):
             of = (slice(None), slice(d, None, self.num_devices))
-            alive = np.einsum("nvp,tvp->nt", parts[of], counts)
+            alive = np.einsum("nvp,tvp->nt", allocation_bytes[of], counts)
             devices.append(always[of].sum(axis=1) + alive.max(axis=1))
         return np.stack(devices, axis=1) + reserve
 

@@ -274,7 +274,7 @@ def _devices(chain: _ExplorerChain) -> dict[str, object]:
         "names": [printable(layer.name) for layer in request.profile.layers],
         "kinds": list(KINDS),
         "redone": [place for place, kind in enumerate(KINDS.values()) if kind.direction < 0],
-        "num_parts": len(ALLOCATIONS),
+        "num_allocations": len(ALLOCATIONS),
         "items": ITEMS,
         "recomputes": CHOICES,
         "devices": plan.num_devices,

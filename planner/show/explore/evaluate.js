@@ -84,9 +84,9 @@ function stepUs(time, own, times, { splits }) {
 
 // ---- memory
 
-// Return the memory of a stage by part and component; the first row is memory that exists during the whole step.
+// Return the memory of a stage by allocation and component; the first row is memory that exists during the whole step.
 function stageBytes(memo, columns, cell) {
-  const { data } = memo, I = data.items.length, bytes = new Float64Array((data.num_parts + 1) * I);
+  const { data } = memo, I = data.items.length, bytes = new Float64Array((data.num_allocations + 1) * I);
   for (let n = 0; n < columns.length; n += 3) {
     bytes[(columns[n] + 1) * I + columns[n + 1]] = numberAt(data.bytes, columns[n + 2], cell);
   }
@@ -104,9 +104,9 @@ function takeShared({ data }, { layout }, cuts, stages) {
   }
 }
 
-// Return the memory of a device by component, at its first peak. Each action changes the counts of the parts.
+// Return the memory of a device by component, at its first peak. Each action changes the counts of the allocations.
 function peakOf({ data }, { steps }, chunks) {
-  const P = data.num_parts, I = data.items.length, counts = new Int32Array(chunks.length * P);
+  const P = data.num_allocations, I = data.items.length, counts = new Int32Array(chunks.length * P);
   const sizes = Float64Array.from(counts, (_, place) => {
     const begin = ((place % P) + 1) * I;
     return sumOf(chunks[Math.floor(place / P)].subarray(begin, begin + I));

@@ -1,4 +1,4 @@
-"""Sizes of memory parts times their counts: closed forms compared with a walk through the action order."""
+"""Sizes of allocations times their counts: closed forms compared with a walk through the action order."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -27,7 +27,7 @@ CHOICES: tuple[Recompute, ...] = ("never", "except-last", "always")
 
 
 def sizes_of(seed: int, *, stage: int, num_stages: int, last_differs: bool) -> dict[AllocationName, int]:
-    """Return random bytes of every part that respect the relations between parts."""
+    """Return random bytes of every allocation that respect the relations between allocations."""
     draw = np.random.default_rng(seed)
     sizes: dict[AllocationName, int] = dict(
         zip(ALLOCATIONS, draw.integers(0, 1000, len(ALLOCATIONS)).tolist(), strict=True)
@@ -43,12 +43,12 @@ def sizes_of(seed: int, *, stage: int, num_stages: int, last_differs: bool) -> d
             "last_forward": "forward",
             "last_backward": "backward",
         }
-        sizes |= {part: sizes[other] for part, other in alike.items()}
+        sizes |= {name: sizes[other] for name, other in alike.items()}
     return sizes
 
 
 def bytes_at(point: AllocationsAtPoint, sizes: dict[AllocationName, int]) -> int:
-    return sum(count * sizes[part] for part, count in point)
+    return sum(count * sizes[name] for name, count in point)
 
 
 @pytest.mark.parametrize("schedule", [GPIPE, ONE_FORWARD_ONE_BACKWARD], ids=lambda schedule: schedule.name)
@@ -63,7 +63,7 @@ def test_closed_forms_have_the_peak_of_the_whole_action_order(schedule, num_stag
         for seed in range(40):
             sizes = sizes_of(seed, stage=k, num_stages=num_stages, last_differs=last_differs)
             closed = [bytes_at(point, sizes) for point in (points.apart if last_differs else points.alike)]
-            assert max(closed) == (walk[:, 0] @ [sizes[part] for part in ALLOCATIONS]).max()
+            assert max(closed) == (walk[:, 0] @ [sizes[name] for name in ALLOCATIONS]).max()
 
 
 def test_number_of_peak_points_does_not_grow_with_micro_batches() -> None:
@@ -95,7 +95,7 @@ def test_1f1b_with_as_many_micro_batches_as_stages_by_hand() -> None:
 
 
 @pytest.mark.parametrize("recompute", CHOICES)
-def test_sizes_of_parts_by_hand(recompute: Recompute) -> None:
+def test_sizes_of_allocations_by_hand(recompute: Recompute) -> None:
     """The table is in `planner.core.cost.allocations`; the stage copies its input D and writes state J."""
     levels = {"forward": 200, "no_grad": 150, "first_backward": 300, "backward": 250}
     levels |= {"end_first": 300 + 30, "end_backward": 250 + 30}  # with the gradient of the output

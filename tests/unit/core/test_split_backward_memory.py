@@ -153,7 +153,7 @@ def test_tensor_passed_between_chunks_of_a_device_is_held_once() -> None:
     assert not shared_bytes(costs, cuts, 2, "loop").received.any()
     chunk = chunk_memory(costs, 2, 3, micro_batches=4, recompute="never", splits_backward=True)
     here = chunk.without(SharedBytes(*(item[:, 2:3] for item in shared)), exact=True)
-    for part in ("held", "forward", "input_backward", "last_input_backward"):
-        assert here.allocation_bytes[ALLOCATIONS.index(part)] == chunk.allocation_bytes[ALLOCATIONS.index(part)] - OUT
-    for part in ("weight_held", "weight_backward", "input", "output_gradient"):
-        assert here.allocation_bytes[ALLOCATIONS.index(part)] == chunk.allocation_bytes[ALLOCATIONS.index(part)]
+    for name in ("held", "forward", "input_backward", "last_input_backward"):
+        assert here.allocation_bytes[ALLOCATIONS.index(name)] == chunk.allocation_bytes[ALLOCATIONS.index(name)] - OUT
+    for name in ("weight_held", "weight_backward", "input", "output_gradient"):
+        assert here.allocation_bytes[ALLOCATIONS.index(name)] == chunk.allocation_bytes[ALLOCATIONS.index(name)]

@@ -82,10 +82,10 @@ def test_waiting_for_sent_gradients_costs_nothing(devices: int, chunks: int, mic
         assert without <= step_time(rows, times, waits=True) <= without * (1.01 if micro_batches % devices else 1.0)
 
 
-def test_part_counts_by_hand() -> None:
+def test_allocation_counts_by_hand() -> None:
     """Device 1 with K = 2, V = 2, M = 2 runs F0 F1 F0.1 B0.1 F1.1 B1.1 B0 B1."""
     counts = allocation_counts(INTERLEAVED.actions(2, 2, 2))[1]
-    during = {part: counts.during[:, :, n].tolist() for n, part in enumerate(ALLOCATIONS)}
+    during = {name: counts.during[:, :, n].tolist() for n, name in enumerate(ALLOCATIONS)}
     assert during["held"] == [[0, 0], [1, 0], [1, 0], [1, 0], [1, 0], [1, 0], [0, 0], [0, 0]]
     assert during["forward"] == [[1, 0], [0, 0], [0, 1], [0, 0], [0, 0], [0, 0], [0, 0], [0, 0]]
     assert during["last_forward"] == [[0, 0], [1, 0], [0, 0], [0, 0], [0, 1], [0, 0], [0, 0], [0, 0]]
@@ -106,10 +106,10 @@ def test_omitted_points_cannot_be_the_peak(devices: int, chunks: int, micro_batc
     actions = INTERLEAVED.actions(devices, micro_batches, chunks)
     both = zip(allocation_counts(actions), peak_allocation_counts(actions), strict=True)
     for (counts, points), seed in product(both, range(5)):
-        parts = np.random.default_rng(seed).integers(0, 1000, (chunks, len(ALLOCATIONS)))
-        parts[:, ALLOCATIONS.index("optimizer_step")] = 0
+        sizes = np.random.default_rng(seed).integers(0, 1000, (chunks, len(ALLOCATIONS)))
+        sizes[:, ALLOCATIONS.index("optimizer_step")] = 0
         assert len(points) <= 2 * len(counts.during) + chunks
-        assert (points * parts).sum(axis=(1, 2)).max() >= (counts.during * parts).sum(axis=(1, 2)).max()
+        assert (points * sizes).sum(axis=(1, 2)).max() >= (counts.during * sizes).sum(axis=(1, 2)).max()
         # All that is held is let go of in the end.
         left = dict(zip(ALLOCATIONS, counts.after[-1].sum(axis=0).tolist(), strict=True))
-        assert [left[part] for part in ("held", "kept", "input", "output_gradient")] == [0, 0, 0, 0]
+        assert [left[name] for name in ("held", "kept", "input", "output_gradient")] == [0, 0, 0, 0]

@@ -101,9 +101,9 @@ def test_backward_levels_include_waiting_gradients() -> None:
         stages, _ = single_stage_memory_table(
             costs_of(tied=tied), 0, 6, micro_batches=3, recompute=recompute, recomputed=()
         )
-        parts = stage_memory_by_allocation(stages, recompute, in_flight=3)
+        memory = stage_memory_by_allocation(stages, recompute, in_flight=3)
         sums = {
-            moment[-1][0]: sum(float(size[0, -1]) for size in parts.at(moment).values())
+            moment[-1][0]: sum(float(size[0, -1]) for size in memory.at(moment).values())
             for moment in peak_points_with(3).alike
         }
         return sums["first_backward"], sums["backward"]
