@@ -43,6 +43,12 @@ class MiniBatches:
         self._loader: ResumableLoader | None = None
         self._loader_state: Mapping[str, Any] | None = None
         """Loader state of a checkpoint, until the script passes the loader."""
+        self._passed: Iterable[Any] | None = None
+        """Loader that the script has passed last."""
+        self._num_loaders = 0
+        """Number of loaders that the script has passed, such as one for each epoch or for each phase of training."""
+        self._is_first = True
+        """True if this process has not drawn a mini-batch yet."""
         self._checksums: BatchChecksums | None = None
         """Checksums of the next step's mini-batch, if possible with the samples of all replicas."""
         self._is_compared = False
@@ -61,10 +67,14 @@ class MiniBatches:
         """
         drawn: Iterator[Any]
         own_part = self.own_part
+        if loader is not None and loader is not self._passed:
+            self._passed, self._num_loaders = loader, self._num_loaders + 1
+        if begin >= end:
+            return  # the checkpoint may have the state of a later loader
         if loader is not None:
             if does_sampler_split_data(loader, self._job.place):
                 own_part = self._without_unneeded
-            drawn = islice(self._begun(loader, begin), max(0, end - begin))
+            drawn = islice(self._begun(loader, begin), end - begin)
         elif self._loader_state is not None:
             raise UsageError(
                 "the checkpoint was written in the middle of a loader's epoch, but `batches` got no loader",
@@ -76,6 +86,7 @@ class MiniBatches:
             drawn = islice(
                 seeded_batches(repeat_train_batches(self._model, self._job.balance.batch), self._job.seed), begin, end
             )
+        self._is_first = False
         # No variable may hold a whole mini-batch through its step.
         yield from starmap(own_part, map(_checked_pair, drawn))
 
@@ -203,11 +214,17 @@ class MiniBatches:
 
     def _begun(self, loader: Iterable[Any], begin: int) -> Iterator[Any]:
         if self._loader is None or self._loader.loader is not loader:
-            self._loader = ResumableLoader(loader, self._job.seed)
-            if self._loader_state is not None:
-                self._loader.load_state_dict(self._loader_state)
-            elif begin:  # the checkpoint was written without a loader: skip the batches of earlier steps
+            previous, state = self._loader, self._loader_state
+            self._loader = ResumableLoader(loader, self._job.seed, number=self._num_loaders)
+            if state is None and previous is not None:
+                self._loader.begin_after(previous.state_dict())
+            elif state is None and begin and self._is_first:
+                # The checkpoint was written without a loader: skip the batches of earlier steps.
                 next(islice(self._loader, begin - 1, None), None)
+            elif state is not None and state.get("number", self._num_loaders) < self._num_loaders:
+                self._loader.begin_after(state)
+            elif state is not None:
+                self._loader.load_state_dict(state)
             self._loader_state = None
         return iter(self._loader)
 

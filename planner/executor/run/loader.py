@@ -75,12 +75,18 @@ class ResumableLoader:
 
     The loader is a `DataLoader` or any iterable of `(inputs, targets)`, the same on every rank. It draws from separate
     random states, which start at `seed`. A loader that can be iterated only once is not repeated.
+
+    Args:
+        loader: User's loader.
+        seed: Seed of the random states.
+        number: Number of loaders of the run so far, with this one.
     """
 
-    def __init__(self, loader: Iterable[Any], seed: int) -> None:
+    def __init__(self, loader: Iterable[Any], seed: int, *, number: int = 1) -> None:
         self.loader: Any = loader
+        self._number_of_loader = number
         self._states = SeparateRandomStates(HostRandomStates.seeded(seed))
-        self._number = self._batch = 0
+        self._epoch = self._batch = 0
         self._begun: dict[str, Any] = {}
         """Random states at the start of the epoch."""
         self._resumed: Mapping[str, Any] | None = None
@@ -93,7 +99,8 @@ class ResumableLoader:
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the data for a checkpoint. Call this method between two batches."""
         return {
-            "epoch": self._number,
+            "number": self._number_of_loader,
+            "epoch": self._epoch,
             "batch": self._batch,
             "length": _length(self.loader),
             "begun": self._begun,
@@ -118,6 +125,14 @@ class ResumableLoader:
             )
         self._resumed = state
 
+    def begin_after(self, state: Mapping[str, Any]) -> None:
+        """Continue the random states and the count of epochs of another loader, whose `state_dict` is `state`.
+
+        Call this method before the first batch is drawn.
+        """
+        self._epoch = state["epoch"] + 1
+        self._states.states = HostRandomStates.from_plain(state["now"]["host"])
+
     def _run(self) -> Iterator[Any]:
         while True:
             is_resumed = self._resumed is not None
@@ -132,7 +147,7 @@ class ResumableLoader:
                     f"{_title(self.loader, _length(self.loader))} returned no batch",
                     hint="with `drop_last=True` there must be at least one whole mini-batch",
                 )
-            self._number, self._batch = self._number + 1, 0
+            self._epoch, self._batch = self._epoch + 1, 0
 
     def _next_batch(self, iterator: Iterator[Any]) -> list[Any]:
         """Return a list with the next batch. The list is empty at the end of the epoch."""
@@ -157,7 +172,7 @@ class ResumableLoader:
         if state is None:
             self._begun = self._generator_states()
             return self._iterator()
-        self._number, self._begun = state["epoch"], dict(state["begun"])
+        self._epoch, self._begun = state["epoch"], dict(state["begun"])
         if state["loader"] is not None:
             self.loader.load_state_dict(state["loader"])
             iterator = self._iterator()
@@ -175,7 +190,7 @@ class ResumableLoader:
     def _iterator(self) -> Iterator[Any]:
         for path, part in _loader_and_samplers(self.loader):
             if path and hasattr(part, "set_epoch"):  # a sampler, also one inside a batch sampler
-                part.set_epoch(self._number)
+                part.set_epoch(self._epoch)
         with self._states:
             return iter(self.loader)
 
@@ -215,10 +230,11 @@ def check_loader_state(state: Mapping[str, Any] | None) -> Mapping[str, Any] | N
     """Return `state`, or raise an error if it does not have the form of a `ResumableLoader.state_dict()`."""
     if state is None:
         return None
-    if not all(type(state[name]) is int and state[name] >= 0 for name in ("epoch", "batch")):
+    numbers = state["epoch"], state["batch"], state.get("number", 1)  # older checkpoints have no `number`
+    if not all(type(number) is int and number >= 0 for number in numbers):
         raise ValueError("a position in an epoch that is not a number")
     state["loader"], state["length"]
-    for drawn in (state["begun"], state["now"]) if state["begun"] else ():
+    for drawn in (state["begun"], state["now"]) if state["begun"] else (state["now"],):
         HostRandomStates.from_plain(drawn["host"])
         if not all(isinstance(held, torch.Tensor) for held in drawn["generators"].values()):
             raise TypeError("a generator's state that is not a tensor")

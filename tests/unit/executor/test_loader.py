@@ -150,6 +150,40 @@ def test_a_run_is_resumed_exactly_within_an_epoch(tmp_path: Path, make: Callable
     assert [loss for losses in parts for loss in losses] == whole
 
 
+@pytest.mark.parametrize("stops", [(5,), (2, 5), (3, 5), (4, 5)])
+def test_a_loader_of_a_later_phase_begins_at_its_first_batch(tmp_path: Path, stops: tuple[int, ...]) -> None:
+    """Also after a resume, and even if the run was saved at the end of the first phase."""
+    path, folder = balance_of(tmp_path, MODEL + GROUPS), str(tmp_path / "saved")
+    easy, hard = (
+        [(torch.full((8, 8), float(n)), torch.zeros(8, 4)) for n in numbers] for numbers in ((0, 1, 2), (3, 4))
+    )
+    seen = []
+    for stop in stops:
+        pipeline = Pipeline(path)
+        optimizer = pipeline.optimizer(pipeline.model.build_optimizer)
+        saved = Checkpoints(pipeline, optimizer, steps=stop, folder=folder, resume="auto")
+        for end, loader in ((3, easy), (5, hard)):
+            for inputs, targets in pipeline.batches(min(stop, end), loader):
+                seen.append(int(inputs[0, 0]))
+                with pipeline.step(inputs, targets):
+                    optimizer.step()
+                    optimizer.zero_grad()
+                saved.step_done()
+        pipeline.close()
+    assert seen == [0, 1, 2, 3, 4]
+
+
+def test_a_new_loader_for_each_epoch_is_shuffled_anew(tmp_path: Path) -> None:
+    pipeline = Pipeline(balance_of(tmp_path))
+    orders = []
+    for epoch in range(2):
+        pipeline.step_index = 3 * epoch
+        orders.append([batch.inputs.tolist() for batch in pipeline.batches(3 * epoch + 3, Shuffled())])
+    pipeline.close()
+    assert orders[0] != orders[1]
+    assert sorted(row for batch in orders[0] for row in batch) == sorted(row for batch in orders[1] for row in batch)
+
+
 def test_resuming_with_a_different_loader_is_refused(tmp_path: Path) -> None:
     loader = ResumableLoader(plain(), 5)
     drawn(loader, 2)
