@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from planner.model.module_tensors import (
@@ -25,6 +26,9 @@ from planner.model.stage import ModelStage
 
 _SPREAD = 0.02
 """Standard deviation of random parameters, which keeps outputs far from overflow and from denormal numbers."""
+
+_IS_META: Any = Tensor.is_meta.__get__  # type: ignore[attr-defined]
+"""Function with which torch function modes see that code reads `is_meta`."""
 
 
 class StrictOperators(TorchDispatchMode):
@@ -40,6 +44,19 @@ class StrictOperators(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         except NotImplementedError as error:
             raise RuntimeError(str(error)) from error
+
+
+class NoMetaBranches(TorchFunctionMode):
+    """Torch function mode in which reading `is_meta` of a tensor raises a `RuntimeError`.
+
+    Code that reads it, such as a cache of positions, would build the model without buffers on the meta device.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the function."""
+        if func == _IS_META:
+            raise RuntimeError("the code reads `is_meta`")
+        return func(*args, **(kwargs or {}))
 
 
 def build_lean(build: Callable[[], nn.Module]) -> nn.Module:

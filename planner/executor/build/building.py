@@ -19,7 +19,7 @@ from planner.model.closures import other_reachable_tensors
 from planner.model.copying import copy_module
 from planner.model.ghosts import Ghost, ghost_like
 from planner.model.growth import SIZES
-from planner.model.lean import StrictOperators, allocate_parameters
+from planner.model.lean import NoMetaBranches, StrictOperators, allocate_parameters
 from planner.model.load import LoadedModel
 from planner.model.module_tensors import (
     attribute_tensors,
@@ -61,9 +61,9 @@ def build_structure(loaded: LoadedModel) -> Chain:
     """
     full: nn.Module | None = None  # the model with values
     try:
-        with torch.device("meta"), StrictOperators():  # type: ignore[no-untyped-call]
+        with torch.device("meta"), StrictOperators(), NoMetaBranches():  # type: ignore[no-untyped-call]
             model = loaded.build()
-    except Exception:  # the construction may read values; an error in the user's code occurs here again
+    except Exception:  # the construction may read values or `is_meta`; an error in the user's code occurs here again
         model = full = _built(loaded)
     refuse_sparse(model)
     if any(not tensor.is_meta for tensor in _all_tensors(model)):

@@ -324,6 +324,29 @@ def test_a_weight_computed_from_parameters_of_another_stage_is_not_held() -> Non
     assert [isinstance(weight, AbsentGhost) for weight in weights] == [False, True, True]
 
 
+class Positions(nn.Module):
+    """Linear layer and table that a constructor on the meta device leaves to the first forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        factors = torch.arange(8.0)
+        if not factors.is_meta:
+            self.register_buffer("table", factors, persistent=False)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "table"):
+            self.register_buffer("table", torch.arange(8.0), persistent=False)
+        return self.linear(value) * self.table
+
+
+def test_the_structure_has_tensors_that_the_meta_device_would_lack() -> None:
+    """Stages would not have the table, and the model would be refused."""
+    chain = build_structure(loaded_model(lambda: nn.Sequential(Positions(), Positions())))
+    assert {name for name, _ in chain.model.named_buffers()} == {"0.table", "1.table"}
+    assert all(tensor.is_meta for tensor in all_tensors(chain.model))
+
+
 def test_sparse_buffers_are_refused_when_the_structure_is_built() -> None:
     """Some sparse tensors can only be made with values."""
 
