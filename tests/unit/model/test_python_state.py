@@ -18,7 +18,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from planner.model.python_state import (
+    is_user_module,
     numbers_in_attributes,
     numbers_in_hooks,
     numbers_in_user_files,
@@ -248,3 +249,15 @@ def test_nan_equals_itself() -> None:
     before = numbers_of_attribute([math.nan, torch.tensor(math.nan)])
     assert numbers_of_attribute([math.nan, torch.tensor(math.nan)]) == before
     assert numbers_of_attribute([0.0, torch.tensor(math.nan)]) != before
+
+
+def test_modules_that_import_others_lazily_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other module may not be installed: the import would fail."""
+
+    class Lazy(ModuleType):
+        def __getattr__(self, name: str) -> Any:
+            raise ImportError(name)
+
+    lazy = Lazy("lazy_module_of_a_test")
+    monkeypatch.setitem(sys.modules, lazy.__name__, lazy)
+    assert not is_user_module(lazy.__name__)
