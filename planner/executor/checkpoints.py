@@ -259,18 +259,17 @@ class Checkpoints:
         )
 
     def _warn_of_unsaved_state(self) -> None:
-        """Warn once about state that has changed, but is not in the checkpoints."""
-        if self._is_warned:
-            return
+        """Warn about changed state that is not in the checkpoints: once, and when layers have registered tensors."""
+        own = [*self._unsaved_state.late_tensors(), *([] if self._is_warned else self._unsaved_state.changed())]
         self._is_warned = True
         self.wait_until_written()  # no other thread may exchange values now
-        changed = self._exchange.decide(self._unsaved_state.changed(), lambda names: sorted(set(chain(*names))))
+        changed = self._exchange.decide(own, lambda names: sorted(set(chain(*names))))
         if changed:
             more = f" and {len(changed) - _MOST_NAMES} more" if len(changed) > _MOST_NAMES else ""
             names = f"{', '.join(changed[:_MOST_NAMES])}{more}"
             self._tell(
                 f"checkpoints do not contain state that changes in training: {names}; a resumed run begins with its "
-                "first values (keep it in persistent buffers, `register_buffer`, or in the `state` of the optimizer)",
+                "first values (keep it in persistent buffers of `__init__`, or in the `state` of the optimizer)",
                 True,
             )
 

@@ -105,6 +105,12 @@ class UnsavedState:
             f"{path}.{name}." for path, m in self._modules.items() for name in _attributes_read_first(type(m))
         ]
         self._numbers: dict[str, float] | None = None
+        self._registered = self._tensors()
+
+    def late_tensors(self) -> list[str]:
+        """Return the names of parameters and persistent buffers that layers have registered since the previous call."""
+        before, self._registered = self._registered, self._tensors()
+        return [name for name in self._registered if name not in before]
 
     def changed(self) -> list[str]:
         """Return the names of attributes and buffers that changed since the previous call; nothing at the first call.
@@ -120,6 +126,15 @@ class UnsavedState:
         if before is None:
             return []
         return [name.removesuffix(TENSOR) for name, number in numbers.items() if number != before.get(name)]
+
+    def _tensors(self) -> dict[str, None]:
+        names = (
+            f"{path}.{name}"
+            for path, module in self._modules.items()
+            for name in (*module._parameters, *module._buffers)
+            if name not in module._non_persistent_buffers_set
+        )
+        return dict.fromkeys(names)
 
     def _numbers_of_buffers(self) -> dict[str, float]:
         return {

@@ -42,6 +42,16 @@ class Caches(nn.Linear):
         self.seen = x.detach()
         return super().forward(x + before)
 
+class Registers(nn.Linear):
+    # Registers a buffer at its 13th call, after the first checkpoint.
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        if self.calls == 13:
+            self.register_buffer("late", torch.zeros(()))
+        return super().forward(x)
+
 class Stored(Counts):
     def get_extra_state(self):
         return {"calls": self.calls}
@@ -82,7 +92,7 @@ class Inner(torch.optim.SGD):
         self.inner[0].step()
 
 def build_model(frozen: int = 0, counts: int = 0, tied: int = 0):
-    model = nn.Sequential(*[(nn.Linear, Counts, Stored, Remembers, Caches)[counts](4, 4) for _ in range(4)])
+    model = nn.Sequential(*[(nn.Linear, Counts, Stored, Remembers, Caches, Registers)[counts](4, 4) for _ in range(4)])
     if tied:
         model[3].weight = model[0].weight
     model[:frozen].requires_grad_(False)
@@ -328,6 +338,8 @@ def test_a_warning_names_state_that_checkpoints_do_not_contain(folder: Path) -> 
     output = train(folder, "plain", "caches", 3, "--checkpoint=caches")
     assert "0.cache.0, 1.cache.0" in output
     assert ".seen" not in output
+    write_balance(replace(case, settings=(("counts", 5),)), folder / "late.yaml")
+    assert "0.late, 1.late" in train(folder, "plain", "late", 8, "--checkpoint=late", "--checkpoint-every=2")
     output = train(folder, "plain", "counts", 3, "--checkpoint=checkpoints")
     assert "state that changes in training: 0.calls, 1.calls, 2.calls, 3.calls; a resumed run begins" in output
     assert "warning: checkpoints" not in train(folder, "plain", "two", 3, "--checkpoint=others")
