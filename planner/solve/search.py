@@ -42,7 +42,7 @@ searches for orders made plans at most 9.5 % faster."""
 _CLOSE: Final = 1.05
 """Value of `_FAR` for requests with several tensor-parallel widths."""
 
-_CLEARLY: Final = 1.01
+_CLEARLY: Final = 1.07
 """Action orders are also searched from the best plan with a named schedule, if it takes less than this multiple of the
 step time of the best plan with searched orders."""
 

@@ -44,6 +44,10 @@ class ActionOrder(NamedTuple):
     """Stage, kind and micro-batch of each action, for each device."""
     period_us: float
     """Step time in microseconds, simulated as if transfers never kept the receiving device busy."""
+    waits: list[list[bool]]
+    """For each action of `rows`: true if the device waited before it."""
+    slowest: int
+    """Index of the device with the longest time from its first action to the start of the next step."""
 
     def actions(self) -> tuple[tuple[Action, ...], ...]:
         """Return the actions of each device, in order."""
@@ -129,6 +133,7 @@ class _ListScheduler(ABC):
     def run(self) -> ActionOrder | None:
         choose, start, idle_us = self.choose, self.start, self.idle_us
         rows: list[list[Act]] = [[] for _ in idle_us]
+        waits: list[list[bool]] = [[] for _ in idle_us]
         free_us, begins_us, links_us = [0.0] * len(rows), [0.0] * len(rows), [0.0] * len(rows) ** 2
         # The last stage sends the results of its forwards to itself.
         down = [*zip(self.tables.down, [*self.forwards[1:], self.gradients[-1]], strict=True)]
@@ -150,6 +155,7 @@ class _ListScheduler(ABC):
                 if idle_us[device] < 0:
                     return None
             row.append(act)
+            waits[device].append(waited_us > 0)
             free_us[device] = end_us
             heappush(turns, (end_us, device))
             if kind == "W":
@@ -166,10 +172,14 @@ class _ListScheduler(ABC):
                 heappush(turns, (arrival_us, other))  # otherwise the receiver gets a turn when it becomes free
         if not self.is_complete():
             return None
-        spans = zip(free_us, begins_us, self.problem.between_steps_us, strict=True)
-        return ActionOrder(
-            rows, max(end_us - begin_us + between_steps_us for end_us, begin_us, between_steps_us in spans)
-        )
+        spans_us = [
+            end_us - begin_us + between_steps_us
+            for end_us, begin_us, between_steps_us in zip(
+                free_us, begins_us, self.problem.between_steps_us, strict=True
+            )
+        ]
+        period_us = max(spans_us)
+        return ActionOrder(rows, period_us, waits, spans_us.index(period_us))
 
     @abstractmethod
     def choose(self, device: int, now_us: float) -> Act | None:

@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from math import ceil, inf
+from math import ceil, inf, isclose
 from typing import NamedTuple
 
 import numpy as np
@@ -26,6 +26,7 @@ from planner.solve.orders.list_scheduling import (
     follow_order,
     split_backwards,
 )
+from planner.solve.orders.order_changes import critical_actions, merge_or_split_backwards, move_actions
 from planner.solve.orders.order_problem import OrderProblem
 from planner.solve.orders.period_bound import StageTimeBounds, least_device_spans_us
 
@@ -57,11 +58,15 @@ _MERGE_SHARE = 0.2
 _REFUSED = 10
 """Ratio of orders that do not fit to orders that fit, above which a search for orders rarely improves the plan."""
 
+_CRITICAL_FROM = 0.5
+"""Share of the budget left, from which on most moves are of critical actions, if the exact model limits memory.
+
+Moves of other actions rarely change the step time, but they prepare moves of critical ones. A search without lookahead
+moves critical actions from its beginning.
+"""
+
 _WORSE = 5e-4
 """Initial threshold: the search may continue from an order that is slower than the best one by this share."""
-
-_PLACES = (-12, -9, -6, -4, -3, -2, -1, -1, 1, 1, 2, 3, 4, 6, 9, 12)
-"""Numbers of positions by which an action may move."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,8 +90,9 @@ class OrderSearch:
         self._problem, self._fits, self._known_orders = problem, fits, known_orders
         later = tuple(float(len(problem.times) - s) for s in range(len(problem.times)))
         self._shapes = _in_flight_per_round_trip(problem), later, _forwards_per_round_trip(problem)
-        self._least_us = estimated_least_period_us(problem) * (1 + 1e-9)
+        self._least_us = estimated_least_period_us(problem)
         self.best: SimulatedOrder | None = None
+        self._merges = not is_split_backward_costless(problem)
         self._is_exact = False
         """True if only the exact memory model limits memory. The search then continues only from orders that fit."""
         self.spent = 0
@@ -99,7 +105,7 @@ class OrderSearch:
     def search(self, most_actions: int) -> SimulatedOrder | None:
         """Return the best order found by simulating at most `most_actions` actions; None if no order fits."""
         self._follow(most_actions)
-        if self._is_proven():
+        if self._is_least():
             return self.best
         tuning, rules, rules_us = _Tuning(), self._make_rules(_Tuning()), inf
 
@@ -149,6 +155,7 @@ class OrderSearch:
 
     def _improve_exactly(self, rows: Rows, most_actions: int, lookahead: int) -> SimulatedOrder | None:
         self._problem = replace(self._problem, limits_bytes=(inf,) * len(self._problem.limits_bytes))
+        self._least_us = estimated_least_period_us(self._problem)
         self._is_exact = True
         self._threshold_accepting(_acts(rows), self._make_rules(_Tuning()), inf, most_actions, lookahead=lookahead)
         return self.best
@@ -159,8 +166,10 @@ class OrderSearch:
         # Change the order or the rules step by step, and at first also accept slightly slower orders.
         # Source: threshold accepting, Dueck and Scheuer 1990 (doi:10.1016/0021-9991(90)90201-B).
         rng = random.Random(0)  # noqa: S311 - a fixed seed: the same plan every time
-        whole, merges = most_actions - self.spent, not is_split_backward_costless(self._problem)
-        while self.spent < most_actions and not self._is_proven():
+        critical: Sequence[Act] = ()
+        critical_from = _CRITICAL_FROM if lookahead > 1 else 1.0
+        whole = most_actions - self.spent
+        while self.spent < most_actions and not self._is_least():
             is_by_rules = not self._is_exact and rng.random() < _RULES_SHARE
             changed = _change_rules(rules, rng) if is_by_rules else rules
             # An order that takes longer than this limit would be dropped, so its simulation may stop.
@@ -169,8 +178,8 @@ class OrderSearch:
                 limit_us = max(limit_us, rules_us * (1 + SAME))
                 order = self._apply_rules(changed, limit_us)
             else:
-                change = _merge_or_split if merges and rng.random() < _MERGE_SHARE else _reorder
-                preferred = change(self._problem, rows, rng)
+                is_late = most_actions - self.spent <= whole * critical_from
+                preferred = self._change_order(rows, rng, critical if is_late else ())
                 order = follow_order(self._problem, preferred, lookahead=lookahead, patience=inf, limit_us=limit_us)
             is_better = self._keep_if_better(order)
             if order is None:
@@ -181,6 +190,12 @@ class OrderSearch:
             is_close = order.period_us <= self._limit_us * (1 + SAME + _WORSE * left)
             if is_close and (is_better or not self._is_exact or self._fits_like(order, rows)):
                 rows = order.rows
+                critical = critical_actions(order, len(self._problem.times)) if self._is_exact else ()
+
+    def _change_order(self, rows: _Rows, rng: random.Random, critical: Sequence[Act]) -> list[list[Act]]:
+        if self._merges and rng.random() < _MERGE_SHARE:
+            return merge_or_split_backwards(self._problem, rows, rng)
+        return move_actions(self._problem, rows, rng, critical)
 
     def _follow(self, most_actions: int) -> None:
         for rows in self._known_orders:
@@ -200,8 +215,9 @@ class OrderSearch:
         self._rules_us[rules] = limit_us if order is None else order.period_us
         return order
 
-    def _is_proven(self) -> bool:
-        return self.best is not None and self.best.period_us <= self._least_us
+    def _is_least(self) -> bool:
+        # An order that is faster than the estimate shows that the estimate is wrong.
+        return self.best is not None and isclose(self.best.period_us, self._least_us)
 
     def _make_rules(self, tuning: "_Tuning") -> DispatchRules:
         most = tuple(max(1, ceil(tuning.waiting * number) + tuning.extra) for number in self._shapes[tuning.shape])
@@ -328,48 +344,3 @@ def _acts(rows: Rows) -> list[list[Act]]:
 def _random_range(number: int, rng: random.Random) -> range:
     first = rng.randrange(number)
     return range(first, rng.choice((first + 1, first + 1, min(number, first + 2), number)))
-
-
-def _reorder(problem: OrderProblem, rows: _Rows, rng: random.Random) -> list[list[Act]]:
-    # The micro-batches of each kind of action still ascend after each move.
-    changed = [*map(list, rows)]
-    for _ in range(rng.choice((1, 2))):
-        kind, micro_batch = rng.choice(rows[0])[1], rng.randrange(problem.micro_batches)
-        chunk, device = rng.randrange(len(problem.stages_by_device[0])), rng.randrange(len(rows))
-        step = rng.choice(_PLACES)
-        for each in rng.choice((range(device, device + 1), range(device, len(rows)), range(device + 1))):
-            _move(changed[each], (problem.stages_by_device[each][chunk], kind, micro_batch), step)
-    return changed
-
-
-def _move(row: list[Act], act: Act, step: int) -> None:
-    if act not in row:
-        return  # this stage has another kind of backward than the first device's
-    place = row.index(act)
-    target = min(max(0, place + step), len(row) - 1)
-    row.insert(target, row.pop(place))
-    passed = range(min(place, target), max(place, target) + 1)
-    alike = [n for n in passed if row[n][:2] == act[:2]]
-    for n, number in zip(alike, sorted(row[n][2] for n in alike), strict=True):
-        row[n] = (*act[:2], number)
-
-
-def _merge_or_split(problem: OrderProblem, rows: _Rows, rng: random.Random) -> list[list[Act]]:
-    changed = [*map(list, rows)]
-    num_chunks = len(problem.stages_by_device[0])
-    chunk, device, first = (rng.randrange(n) for n in (num_chunks, len(rows), problem.micro_batches))
-    devices = rng.choice((range(device, device + 1), range(device, len(rows)), range(device + 1)))
-    numbers = rng.choice((range(first, first + 1), range(problem.micro_batches)))
-    to_whole = rng.choice(_EITHER)
-    for each in devices:
-        stage = problem.stages_by_device[each][chunk]
-        chosen = {(stage, "I" if to_whole else "B", m) for m in numbers}.intersection(changed[each])
-        whole = {(stage, m) for _, _, m in chosen}
-        row: list[Act] = []
-        for act in changed[each]:
-            if act in chosen:
-                row += [(stage, "B", act[2])] if to_whole else [(stage, "I", act[2]), (stage, "W", act[2])]
-            elif act[1] != "W" or (act[0], act[2]) not in whole:
-                row.append(act)
-        changed[each] = row
-    return changed

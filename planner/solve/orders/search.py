@@ -45,6 +45,9 @@ _SHARE_FROM_BEST = 2
 _STRICT_SHARE = 2
 """Ratio of the spent budget to the additional budget of a search that follows changed orders strictly."""
 
+_GAIN = 5e-3
+"""Relative gain above which a search without lookahead is repeated."""
+
 _OF_BOUND = 4
 """Divisor of the budget spent so far, for the time that the lower bound of all partitions may take."""
 
@@ -103,7 +106,9 @@ class _JointSearch:
         self._kinds = (not start.schedule_object.splits_backward,)
         self._alternate(cuts_and_choices(start))
         if self._refuses_most_orders:
-            self._improve_strictly(self._progress.best or start)
+            most_actions = self._progress.budget.spent // _STRICT_SHARE
+            while self._improve_without_lookahead(self._progress.best or start, most_actions) > _GAIN:
+                pass
 
     def search(self) -> None:
         even = start_cuts(self._progress, self._evaluator)
@@ -148,17 +153,20 @@ class _JointSearch:
             progress.upper_us, progress.best = own.upper_us, own.best
         return cuts_and_choices(own.best)
 
-    def _improve_strictly(self, best: Partition) -> None:
+    def _improve_without_lookahead(self, best: Partition, most_actions: int) -> float:
+        # Return the relative gain.
         self._progress.deadline.check()
+        before_us = self._progress.upper_us
         cuts, choices = cuts_and_choices(best)
         problem = _order_problem(self._evaluator, cuts, choices, is_whole=self._kinds[0])
         search = OrderSearch(problem, partial(self._evaluator.fits, cuts, choices))
         budget = self._progress.budget
-        order = search.improve_without_lookahead(best.actions(), budget.spent // _STRICT_SHARE)
+        order = search.improve_without_lookahead(best.actions(), most_actions)
         budget.spent += search.spent
         if order is not None:
             under_order = self._evaluator.with_schedule(ListedSchedule(order.rows))
             self._progress.simulate_fitting(under_order, cuts[None], choices[None], np.array([True]))
+        return 1 - self._progress.upper_us / before_us
 
     def _find_order(self, partition: CutsAndChoices) -> SimulatedOrder | None:
         evaluator, budget = self._evaluator, self._progress.budget
