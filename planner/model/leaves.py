@@ -45,7 +45,7 @@ class TensorLeaf:
 
 @dataclass(frozen=True)
 class ArgumentLeaf:
-    """Leaf of a recorded result: an argument of the call, given by its index among the leaves of the arguments."""
+    """Leaf of a recorded result that is also an argument of the call: its index among the leaves of the arguments."""
 
     argument: int
 

@@ -51,8 +51,8 @@ def measure_optimizer(
     Args:
         module: The layer.
         whole: Optimizer of the whole model.
-        stands_for: Layer with equal operators, whose optimizer options and order of parameters are used; by default
-            `module`.
+        stands_for: Layer of the model for which `module` is measured. It has equal operators. Its optimizer options and
+            the order of its parameters are used. None: `module` itself.
         meter: Meter of the device.
         clock: Clock of the device.
         repeats: Number of timed updates.

@@ -83,7 +83,7 @@ class SimulationBudget:
 
 
 @dataclass(slots=True, kw_only=True)
-class Progress:
+class SearchState:
     """Best partition of a search so far, with the limits of the search."""
 
     case: Case
@@ -168,7 +168,7 @@ class Progress:
 
 
 def run_limited_search(
-    search: Callable[[Progress], None], case: Case, *, upper_us: float, deadline: Deadline
+    search: Callable[[SearchState], None], case: Case, *, upper_us: float, deadline: Deadline
 ) -> Answer:
     """Run a search within limits, and return its result.
 
@@ -181,7 +181,9 @@ def run_limited_search(
     Raises:
         OutOfTimeError: `deadline` passed before anything was found, and `upper_us` is infinite.
     """
-    progress = Progress(case=case, budget=SimulationBudget(deadline.most_actions), deadline=deadline, upper_us=upper_us)
+    progress = SearchState(
+        case=case, budget=SimulationBudget(deadline.most_actions), deadline=deadline, upper_us=upper_us
+    )
     try:
         search(progress)
     except OutOfTimeError:

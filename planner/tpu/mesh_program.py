@@ -87,7 +87,7 @@ class Packing:
             arrays.append(wholes[shape.dtype][first:end].reshape(shape.shape))
         return arrays
 
-    def add(self, stage: int, packed: Sequence[Array], arrays: Sequence[Array]) -> list[Array]:
+    def sum_arrays(self, stage: int, packed: Sequence[Array], arrays: Sequence[Array]) -> list[Array]:
         """Return the sums of packed arrays and of more arrays of the same stage, packed in the same way.
 
         Args:
@@ -257,7 +257,7 @@ class _OneDevice:
             gradients = program.gradient_edges.unpack(k + 1, flowing)
         kept_here = program.kept.unpack(k, kept)
         of_trained, of_inputs = stage.backward(self._state(k), self._stage_input(k, edge, m), kept_here, gradients)
-        sums = program.trained.add(k, sums, [of_trained[name] for name in stage.trained])
+        sums = program.trained.sum_arrays(k, sums, [of_trained[name] for name in stage.trained])
         return program.gradient_edges.packed_zeros() if k == 0 else program.gradient_edges.pack(k, of_inputs), sums
 
     def _state(self, k: int) -> State:

@@ -355,18 +355,18 @@ class _AllocationCounter:
 
 @lru_cache(maxsize=1024)
 def peak_allocation_counts(actions: tuple[tuple[Action, ...], ...]) -> tuple[IntArray, ...]:
-    """Return the number of allocations (`ALLOCATIONS`) of each device at the points where its memory may peak.
+    """Return, for each device, the number of allocations of each kind at the points where its memory may peak.
 
-    Shape (points, chunks, allocations). A point is left out if another point has at least as many allocations of every
-    kind.
+    Shape of each array: (points, chunks, kinds of `ALLOCATIONS`). A point is left out if another point has at least as
+    many allocations of every kind.
     """
     return tuple(starmap(_peak_allocation_counts, _programs(actions)))
 
 
 def allocation_counts_at_points(actions: tuple[tuple[Action, ...], ...]) -> Iterator[IntArray]:
-    """Yield, for each device, the number of allocations of each kind (`ALLOCATIONS`) at all points in the step.
+    """Yield, for each device, the number of allocations of each kind at all points in the step.
 
-    Shape (points, chunks, allocations). Points with equal counts are listed once.
+    Shape of each array: (points, chunks, kinds of `ALLOCATIONS`). Points with equal counts are listed once.
     """
     return starmap(_distinct_allocation_counts, _programs(actions))
 

@@ -223,7 +223,7 @@ class Block:
             yield MatrixProduct(inputs=2 * hidden, outputs=(hidden,))
 
     def num_unsplit_parameters(self, hidden: int, norm_parameters_per_channel: int) -> int:
-        """Return the number of parameters, except biases of products, that tensor parallelism does not split."""
+        """Return the number of parameters that tensor parallelism does not split, without biases of linear layers."""
         # A block that predicts a further token has three more normalizations: of its two inputs and of its result.
         norms = self.norms + self.post_norms + (3 if self.kind == "mtp" else 0)
         channels = norms * hidden + sum(attention.norm_channels for attention in self.attentions)

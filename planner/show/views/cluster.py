@@ -38,11 +38,11 @@ def training_words(plan: Plan, certainty: Certainty | None) -> list[str]:
 
 
 def shown_run(plan: Plan) -> tuple[TrainingRunEstimate, Inputs] | None:
-    """Return the training run to show, and the inputs of the plan with the length of this run.
+    """Return the training run to show, and the inputs of the plan. The inputs contain the length of this run.
 
     If a run was requested, it is returned with the unchanged inputs. Otherwise, the result is a run of 1T tokens, and
-    the number of tokens in the returned inputs is 1T. For such a run, the number of tokens per sample and the peak rate
-    of the GPUs must be known. If one of them is unknown, the result is None.
+    the number of tokens in the returned inputs is set to 1T. For such a run, the number of tokens per sample and the
+    peak rate of the GPUs must be known. If one of them is unknown, the result is None.
     """
     inputs, predicted = plan.inputs, plan.predicted
     if plan.training is not None:

@@ -22,7 +22,7 @@ from planner.solve.chain.chain_dp import CutDynamicProgram
 from planner.solve.chain.gpipe import TableWidth
 from planner.solve.chain.recurrences import OneForwardOneBackwardRecurrence
 from planner.solve.deadline import NEVER, Deadline
-from planner.solve.progress import BLOCK, Progress, run_limited_search
+from planner.solve.progress import BLOCK, SearchState, run_limited_search
 from planner.solve.space.case import Case
 from planner.solve.space.partitions import Evaluator, move_one_cut
 from planner.solve.space.problem import ChainProblem
@@ -49,14 +49,14 @@ def search_one_forward_one_backward(case: Case, *, upper_us: float = inf, deadli
     return run_limited_search(_search_all, case, upper_us=upper_us, deadline=deadline)
 
 
-def _search_all(progress: Progress) -> None:
+def _search_all(progress: SearchState) -> None:
     for num_stages in range(progress.case.num_devices, 0, -1):
         # Fewer stages take longer.
         if progress.case.least_step_us(num_stages) >= progress.upper_us or not _search_stages(progress, num_stages):
             return
 
 
-def _search_stages(progress: Progress, num_stages: int) -> bool:
+def _search_stages(progress: SearchState, num_stages: int) -> bool:
     case, budget = progress.case, progress.budget
     recurrence = OneForwardOneBackwardRecurrence(case.micro_batches)
     evaluator = Evaluator(case, num_stages)
@@ -87,7 +87,7 @@ def _search_stages(progress: Progress, num_stages: int) -> bool:
     return True
 
 
-def _simulate_below(progress: Progress, evaluator: Evaluator, search: CutDynamicProgram) -> bool:
+def _simulate_below(progress: SearchState, evaluator: Evaluator, search: CutDynamicProgram) -> bool:
     most = progress.budget.affordable_partitions(evaluator)
     if not most:
         return False
@@ -98,7 +98,7 @@ def _simulate_below(progress: Progress, evaluator: Evaluator, search: CutDynamic
     return are_all
 
 
-def _improve_cuts(progress: Progress, evaluator: Evaluator, problem: ChainProblem, cuts: IntArray) -> None:
+def _improve_cuts(progress: SearchState, evaluator: Evaluator, problem: ChainProblem, cuts: IntArray) -> None:
     before_us = inf
     for _ in range(_ROUNDS):
         step_us = _simulate_fitting(progress, evaluator, cuts, _fastest_fitting_choices(problem, cuts))
@@ -111,7 +111,7 @@ def _improve_cuts(progress: Progress, evaluator: Evaluator, problem: ChainProble
         cuts = move_one_cut(current)
 
 
-def _simulate_fitting(progress: Progress, evaluator: Evaluator, cuts: IntArray, choices: IntArray) -> FloatArray:
+def _simulate_fitting(progress: SearchState, evaluator: Evaluator, cuts: IntArray, choices: IntArray) -> FloatArray:
     # A choice other than `NO_CHOICE` comes from the problem's tables, so the stage fits.
     return progress.simulate_fitting(evaluator, cuts, choices, np.asarray((choices != NO_CHOICE).all(axis=1)))
 

@@ -65,7 +65,7 @@ import numpy as np
 
 from planner.core.cost.arrays import BoolArray, FloatArray
 from planner.core.cost.stage_time import delay_with_added_stage_us
-from planner.solve.space.prefixes import BoundKind
+from planner.solve.space.prefixes import BoundedQuantity
 from planner.solve.space.problem import Bottlenecks, StageTimeArrays
 
 PlanStates = tuple[FloatArray, ...]
@@ -90,16 +90,18 @@ class EarlierLayerBounds:
     """Lower bounds by name, for example of the longest forward time of a stage."""
 
 
-_NEEDS: dict[str, BoundKind] = {
-    "forward": BoundKind(np.maximum, lambda stages: stages.forward),
-    "backward": BoundKind(np.maximum, lambda stages: stages.backward),
-    "peak": BoundKind(np.maximum, lambda stages: np.where(np.isfinite(stages.forward), stages.peak_bytes, np.inf)),
-    "moved": BoundKind(np.add, lambda stages: np.where(np.isfinite(stages.forward), stages.sent_bytes, np.inf)),
-    "squares": BoundKind(np.add, lambda stages: (stages.forward + stages.backward) ** 2),
+_NEEDS: dict[str, BoundedQuantity] = {
+    "forward": BoundedQuantity(np.maximum, lambda stages: stages.forward),
+    "backward": BoundedQuantity(np.maximum, lambda stages: stages.backward),
+    "peak": BoundedQuantity(
+        np.maximum, lambda stages: np.where(np.isfinite(stages.forward), stages.peak_bytes, np.inf)
+    ),
+    "moved": BoundedQuantity(np.add, lambda stages: np.where(np.isfinite(stages.forward), stages.sent_bytes, np.inf)),
+    "squares": BoundedQuantity(np.add, lambda stages: (stages.forward + stages.backward) ** 2),
 }
 
 
-def _needs(*names: str) -> dict[str, BoundKind]:
+def _needs(*names: str) -> dict[str, BoundedQuantity]:
     return {name: _NEEDS[name] for name in names}
 
 
@@ -110,7 +112,7 @@ class Recurrence(Protocol):
     """Number of values in a state."""
     rank_is_time: bool
     """True if partitions are ranked by their step time alone."""
-    needs: dict[str, BoundKind]
+    needs: dict[str, BoundedQuantity]
     """Definitions of the lower bounds that the recurrence uses, by name."""
 
     def extend(self, states: PlanStates, stages: StageTimeArrays, num_later: int) -> PlanStates:
@@ -166,7 +168,7 @@ class GPipeRecurrence:
             return stages.forward + backward + 2 * stages.link
 
         # The sum comes first: it is infinite where first layers cannot be reached.
-        self.needs = {"passes": BoundKind(np.add, passes), **({} if floor else _needs("forward", "backward"))}
+        self.needs = {"passes": BoundedQuantity(np.add, passes), **({} if floor else _needs("forward", "backward"))}
 
     def _least_bottlenecks(self, earlier: EarlierLayerBounds) -> tuple[FloatArray | float, FloatArray | float]:
         return self._floor or (earlier.least["forward"], earlier.least["backward"])
@@ -230,7 +232,7 @@ class OneForwardOneBackwardRecurrence:
             backward = _times(micro_batches - 1, stages.backward) + stages.last_backward
             return micro_batches * stages.forward + backward
 
-        self.needs = {**_needs("backward"), "work": BoundKind(np.maximum, work)}
+        self.needs = {**_needs("backward"), "work": BoundedQuantity(np.maximum, work)}
 
     def extend(self, states: PlanStates, stages: StageTimeArrays, num_later: int) -> PlanStates:
         # The new g is the longest of the four paths in the module's docstring.
@@ -297,7 +299,7 @@ class TieBreakRecurrence:
         self.size = recurrence.size + len(ranks)
         self.needs = {**recurrence.needs, **self._ranks}
 
-    def _ranked(self, states: PlanStates) -> Iterator[tuple[str, BoundKind, FloatArray]]:
+    def _ranked(self, states: PlanStates) -> Iterator[tuple[str, BoundedQuantity, FloatArray]]:
         for (name, need), number in zip(self._ranks.items(), states[self._recurrence.size :], strict=True):
             yield name, need, number
 

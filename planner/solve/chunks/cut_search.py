@@ -14,7 +14,7 @@ from planner.core.cost.arrays import BoolArray, FloatArray, IntArray
 from planner.solve.answer import SAME
 from planner.solve.chunks.descent import BATCH, ROWS, Descent, PartitionCandidate
 from planner.solve.chunks.fitting import RecomputeFitter
-from planner.solve.progress import Progress
+from planner.solve.progress import SearchState
 from planner.solve.space.partitions import Evaluator
 
 _MOST_PICKED = 12
@@ -27,13 +27,13 @@ _FRUITLESS_FROM_BEST = 30
 """Number of restarts in a row without a better plan, after which `CutSearch.search_from` ends."""
 
 _PROMISING, _PROMISING_ALONE = 1.05, 1.25
-"""Multiples of `Progress.upper_us` above which a search does not restart: with a limited and an unlimited budget."""
+"""Multiples of `SearchState.upper_us` above which a search does not restart: with a limited and an unlimited budget."""
 
 
 class CutSearch(Descent[PartitionCandidate]):
     """Local search over cuts and the recomputation of whole stages, for one number of devices."""
 
-    def __init__(self, progress: Progress, evaluator: Evaluator, *, rows: int = ROWS, seed: int = 0) -> None:
+    def __init__(self, progress: SearchState, evaluator: Evaluator, *, rows: int = ROWS, seed: int = 0) -> None:
         super().__init__(progress, evaluator, rows=rows, seed=seed)
         self._fitting = RecomputeFitter(evaluator)
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from planner.core.cost.arrays import BoolArray, IntArray
 from planner.solve.answer import SAME
-from planner.solve.progress import Progress
+from planner.solve.progress import SearchState
 from planner.solve.space.partitions import Evaluator
 
 ROWS = 128
@@ -82,7 +82,7 @@ class Descent(ABC, Generic[CandidateT]):
         seed: Seed of the random order of moves.
     """
 
-    def __init__(self, progress: Progress, evaluator: Evaluator, *, rows: int = ROWS, seed: int = 0) -> None:
+    def __init__(self, progress: SearchState, evaluator: Evaluator, *, rows: int = ROWS, seed: int = 0) -> None:
         self.progress, self.evaluator, self._rows = progress, evaluator, rows
         self.random = random.Random(seed)  # noqa: S311
         self.moves = cut_moves(evaluator.stages_by_device)[: None if evaluator.case.rules.balance is None else 0]
@@ -117,8 +117,8 @@ class Descent(ABC, Generic[CandidateT]):
             starts: Partitions to start from.
             most_actions: Limit on simulated actions.
             most_restarts: Largest number of restarts in a row without a better plan.
-            promising: Limit on the best result's step time for restarts, as a multiple of `Progress.upper_us`. If the
-                best result exceeds the memory limits, the search restarts anyway.
+            promising: Limit on the best result's step time for restarts, as a multiple of `SearchState.upper_us`. If
+                the best result exceeds the memory limits, the search restarts anyway.
         """
         begin, ordered = self.progress.budget.spent, sorted(starts, key=lambda start: start.sort_key)
         batches = most_actions // (2 * self.evaluator.num_actions + BATCH)

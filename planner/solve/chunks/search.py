@@ -32,10 +32,10 @@ from planner.solve.chunks.even_loads import cuts_with_even_loads
 from planner.solve.chunks.fitting import RecomputeFitter
 from planner.solve.chunks.linear_program import LinearProgram, approximate_num_constraints
 from planner.solve.deadline import NEVER, Deadline, OutOfTimeError
-from planner.solve.progress import BLOCK, Progress, SimulationBudget, run_limited_search
+from planner.solve.progress import BLOCK, SearchState, SimulationBudget, run_limited_search
 from planner.solve.space.case import Case, cuts_and_choices
 from planner.solve.space.partitions import Evaluator
-from planner.solve.space.prefixes import BoundKind, PrefixBounds
+from planner.solve.space.prefixes import BoundedQuantity, PrefixBounds
 
 _MOST_OF_SEARCH, _SHARE = 20_000, 4
 """Limit on the simulated actions of a local search that leaves devices unused, if the budget is limited; and divisor of
@@ -96,7 +96,7 @@ def search_chunked_partitions(case: Case, *, upper_us: float = inf, deadline: De
     return run_limited_search(_search_all, case, upper_us=upper_us, deadline=deadline)
 
 
-def _search_all(progress: Progress) -> None:
+def _search_all(progress: SearchState) -> None:
     budget = progress.budget
     bounds: list[_DeviceBound] = []
     try:
@@ -114,7 +114,7 @@ def _search_all(progress: Progress) -> None:
         progress.record_skipped(min((bound.least_us for bound in bounds), default=inf))
 
 
-def _branch_from_weakest(progress: Progress, bounds: list["_DeviceBound"]) -> None:
+def _branch_from_weakest(progress: SearchState, bounds: list["_DeviceBound"]) -> None:
     # Only the smallest bound counts, so branch and bound raises others only if they become the smallest one.
     branched: set[int] = set()
     while bounds:
@@ -138,7 +138,7 @@ def improve_answer(answer: Answer, *, deadline: Deadline, descents: int = 0) -> 
     """
     start = answer.partition
     assert start is not None
-    progress = Progress(case=answer.case, budget=SimulationBudget(None), deadline=deadline, upper_us=answer.step_us)
+    progress = SearchState(case=answer.case, budget=SimulationBudget(None), deadline=deadline, upper_us=answer.step_us)
     with suppress(OutOfTimeError):
         evaluator = Evaluator(answer.case, start.num_devices)
         CutSearch(progress, evaluator).search_from(*cuts_and_choices(start), _MOST_FROM_BEST)
@@ -149,7 +149,7 @@ def improve_answer(answer: Answer, *, deadline: Deadline, descents: int = 0) -> 
     return answer if progress.best is None else answer._replace(partition=progress.best, step_us=progress.upper_us)
 
 
-def evaluators_by_devices(progress: Progress) -> Iterator[tuple[Evaluator, float]]:
+def evaluators_by_devices(progress: SearchState) -> Iterator[tuple[Evaluator, float]]:
     """Yield an evaluator and a lower bound of the step time, for each number of devices that may have a better plan."""
     case = progress.case
     progress.deadline.check()
@@ -169,7 +169,7 @@ def evaluators_by_devices(progress: Progress) -> Iterator[tuple[Evaluator, float
     progress.rest_us = inf
 
 
-def _simulate_all(progress: Progress, evaluator: Evaluator) -> bool:
+def _simulate_all(progress: SearchState, evaluator: Evaluator) -> bool:
     fitting = RecomputeFitter(evaluator)
     if evaluator.num_partitions > progress.budget.affordable_partitions(evaluator) or not fitting.is_exhaustive:
         return False
@@ -189,7 +189,7 @@ def _simulate_all(progress: Progress, evaluator: Evaluator) -> bool:
     return True
 
 
-def _simulate_choices(progress: Progress, evaluator: Evaluator, fitting: RecomputeFitter, cuts: IntArray) -> bool:
+def _simulate_choices(progress: SearchState, evaluator: Evaluator, fitting: RecomputeFitter, cuts: IntArray) -> bool:
     minimal = fitting.minimal_combinations(cuts)
     counts = minimal.sum(axis=2).prod(axis=1, dtype=np.float64)
     if counts.sum() > progress.budget.affordable_partitions(evaluator):
@@ -220,7 +220,7 @@ def all_cuts(evaluator: Evaluator) -> Iterator[IntArray]:
             yield wanted
 
 
-def actions_per_descent(progress: Progress, evaluator: Evaluator) -> int:
+def actions_per_descent(progress: SearchState, evaluator: Evaluator) -> int:
     """Return the number of actions that one local search may simulate."""
     uses_all = evaluator.num_devices == evaluator.case.num_devices
     if not progress.budget.is_bounded:
@@ -248,7 +248,7 @@ def _enough_us(evaluator: Evaluator, bounds: Sequence[_DeviceBound]) -> float:
 
 
 def _improve(
-    progress: Progress, evaluator: Evaluator, least_us: float, *, needs_linear_program: bool, enough_us: float
+    progress: SearchState, evaluator: Evaluator, least_us: float, *, needs_linear_program: bool, enough_us: float
 ) -> _DeviceBound:
     starts = start_cuts(progress, evaluator)
     needs_linear_program = needs_linear_program and least_us < enough_us
@@ -283,7 +283,7 @@ class LinearBound(NamedTuple):
 
 
 def solve_linear_program(
-    progress: Progress, evaluator: Evaluator, starts: Sequence[IntArray], *, enough_us: float = inf
+    progress: SearchState, evaluator: Evaluator, starts: Sequence[IntArray], *, enough_us: float = inf
 ) -> LinearBound | None:
     """Return a lower bound of the step time of all partitions, from a linear program.
 
@@ -309,7 +309,7 @@ def solve_linear_program(
     return None if first is None else LinearBound(first, search)
 
 
-def branch_and_bound_us(progress: Progress, evaluator: Evaluator, linear: LinearBound | None) -> float:
+def branch_and_bound_us(progress: SearchState, evaluator: Evaluator, linear: LinearBound | None) -> float:
     """Return a lower bound of the step time from branch and bound, in microseconds.
 
     The result is 0 if `linear` is None, or if the request limits the number of simulated actions.
@@ -328,11 +328,11 @@ def branch_and_bound_us(progress: Progress, evaluator: Evaluator, linear: Linear
     )
 
 
-def _bound_limit_s(progress: Progress) -> float:
+def _bound_limit_s(progress: SearchState) -> float:
     return max(_LEAST_S, progress.deadline.left_s / 4) if progress.deadline.is_limited else inf
 
 
-def start_cuts(progress: Progress, evaluator: Evaluator) -> list[IntArray]:
+def start_cuts(progress: SearchState, evaluator: Evaluator) -> list[IntArray]:
     """Return cuts from which searches start, such as even cuts; only the fixed cuts if the request fixes them."""
     case, num_stages = evaluator.case, evaluator.num_stages
     if case.rules.balance is not None:
@@ -343,7 +343,7 @@ def start_cuts(progress: Progress, evaluator: Evaluator) -> list[IntArray]:
     roomy = Cluster(memory_bytes=(2**62,) * num_stages, link=case.cluster.link)
     single = replace(case, schedule=GPIPE, chunks=1, num_devices=num_stages, replicas=1, cluster=roomy)
     problem = single.chain_problem(num_stages, most_layers=evaluator.most_layers, exact=True)
-    backward = {"backward": BoundKind(np.maximum, lambda stages: stages.backward)}
+    backward = {"backward": BoundedQuantity(np.maximum, lambda stages: stages.backward)}
     cuts = PrefixBounds(problem, backward, deadline=progress.deadline).cuts_with_smallest_maximum("backward")
     starts += [] if cuts is None else [np.array(cuts)]
     if starts and num_stages > 1 and _is_bound_by_work(evaluator):

@@ -20,7 +20,7 @@ from planner.core.cost.stage_time import LAYERS
 from planner.solve.answer import SAME
 from planner.solve.chunks.descent import BATCH, Descent, PartitionCandidate
 from planner.solve.layers.devices import Recomputation, RecomputeSearch
-from planner.solve.progress import Progress
+from planner.solve.progress import SearchState
 from planner.solve.space.case import Case, cuts_and_choices
 from planner.solve.space.partitions import Evaluator
 
@@ -49,7 +49,7 @@ class LayerRecomputeCandidate(PartitionCandidate):
 
 
 def simulate_candidates(
-    progress: Progress, evaluator: Evaluator, candidates: Sequence[LayerRecomputeCandidate]
+    progress: SearchState, evaluator: Evaluator, candidates: Sequence[LayerRecomputeCandidate]
 ) -> list[LayerRecomputeCandidate]:
     """Simulate the candidates that fit into memory, and record the fastest one if it beats the best partition so far.
 
@@ -91,7 +91,7 @@ def _fits(evaluator: Evaluator, partition: Partition) -> bool:
 class CutAndLayerSearch(Descent[LayerRecomputeCandidate]):
     """Local search over cuts and recomputed layers for one number of devices."""
 
-    def __init__(self, progress: Progress, evaluator: Evaluator, devices: RecomputeSearch) -> None:
+    def __init__(self, progress: SearchState, evaluator: Evaluator, devices: RecomputeSearch) -> None:
         super().__init__(progress, evaluator)
         self._devices = devices
         costs = evaluator.case.costs

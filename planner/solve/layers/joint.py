@@ -28,7 +28,7 @@ from planner.solve.deadline import NEVER, Deadline, OutOfTimeError
 from planner.solve.layers.cut_search import CutAndLayerSearch, LayerRecomputeCandidate, simulate_candidates
 from planner.solve.layers.devices import RecomputeSearch
 from planner.solve.layers.stage_times import RecomputeTimes
-from planner.solve.progress import BLOCK, Progress
+from planner.solve.progress import BLOCK, SearchState
 from planner.solve.space.case import Case
 from planner.solve.space.partitions import Evaluator
 
@@ -88,7 +88,7 @@ def _best_cuts(case: Case, most_layers: int, upper_us: float, deadline: Deadline
     return best
 
 
-def search_one_forward_one_backward_by_layers(progress: Progress, initial: Partition | None) -> None:
+def search_one_forward_one_backward_by_layers(progress: SearchState, initial: Partition | None) -> None:
     """Search partitions under 1F1B, with recomputation chosen layer by layer.
 
     `initial` is a partition to start from, which recomputes whole stages; or None.
@@ -108,7 +108,7 @@ def search_one_forward_one_backward_by_layers(progress: Progress, initial: Parti
 
 
 class _StageCountSearch:
-    def __init__(self, progress: Progress, evaluator: Evaluator, layers: RecomputeTimes) -> None:
+    def __init__(self, progress: SearchState, evaluator: Evaluator, layers: RecomputeTimes) -> None:
         self._progress, self._evaluator, self._layers = progress, evaluator, layers
         self._case = evaluator.case
         self._recurrence = OneForwardOneBackwardRecurrence(self._case.micro_batches)

@@ -24,7 +24,7 @@ from planner.solve.deadline import NEVER, Deadline
 from planner.solve.layers.cut_search import CutAndLayerSearch
 from planner.solve.layers.devices import RecomputeSearch
 from planner.solve.layers.joint import search_gpipe_by_layers, search_one_forward_one_backward_by_layers
-from planner.solve.progress import Progress, run_limited_search
+from planner.solve.progress import SearchState, run_limited_search
 from planner.solve.space.case import Case
 from planner.solve.space.partitions import Evaluator
 from planner.solve.space.tables import max_stage_layers
@@ -60,7 +60,7 @@ def search_layer_recomputation(
     return run_limited_search(partial(search, initial=initial), case, upper_us=upper_us, deadline=deadline)
 
 
-def _search_devices(progress: Progress, initial: Partition | None) -> None:
+def _search_devices(progress: SearchState, initial: Partition | None) -> None:
     for evaluator, least_us in evaluators_by_devices(progress):
         initial_here = initial if initial is not None and initial.num_devices == evaluator.num_devices else None
         progress.record_skipped(_search(progress, evaluator, least_us, initial_here))
@@ -94,7 +94,7 @@ def _holds_all(evaluator: Evaluator, most_layers: int) -> bool:
     return all(most <= limit for most, limit in zip(held, evaluator.case.limits_bytes, strict=False))
 
 
-def _choose_layers_under_order(progress: Progress, initial: Partition | None) -> None:
+def _choose_layers_under_order(progress: SearchState, initial: Partition | None) -> None:
     progress.deadline.check()
     progress.record_skipped(progress.case.bound_us)
     if initial is None:
@@ -105,7 +105,7 @@ def _choose_layers_under_order(progress: Progress, initial: Partition | None) ->
     )
 
 
-def _search(progress: Progress, evaluator: Evaluator, least_us: float, initial: Partition | None) -> float:
+def _search(progress: SearchState, evaluator: Evaluator, least_us: float, initial: Partition | None) -> float:
     search = CutAndLayerSearch(progress, evaluator, RecomputeSearch(evaluator))
     starts = start_cuts(progress, evaluator)
     one_by_one_us = _simulate_all(progress, evaluator, search)
@@ -120,7 +120,7 @@ def _search(progress: Progress, evaluator: Evaluator, least_us: float, initial: 
     return max(least_us, branch_and_bound_us(progress, evaluator, linear))
 
 
-def _simulate_all(progress: Progress, evaluator: Evaluator, search: CutAndLayerSearch) -> float:
+def _simulate_all(progress: SearchState, evaluator: Evaluator, search: CutAndLayerSearch) -> float:
     budget = progress.budget
     if evaluator.num_partitions > budget.affordable_partitions(evaluator):
         return 0.0
@@ -134,7 +134,7 @@ def _simulate_all(progress: Progress, evaluator: Evaluator, search: CutAndLayerS
     return float(step_us[0]) if len(cuts) else inf
 
 
-def _partitions_that_need_recomputation(progress: Progress, evaluator: Evaluator) -> tuple[FloatArray, IntArray]:
+def _partitions_that_need_recomputation(progress: SearchState, evaluator: Evaluator) -> tuple[FloatArray, IntArray]:
     times: list[FloatArray] = []
     partitions: list[IntArray] = []
     for cuts in all_cuts(evaluator):

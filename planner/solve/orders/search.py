@@ -25,7 +25,7 @@ from planner.solve.deadline import NEVER, Deadline
 from planner.solve.orders.order_problem import OrderProblem, approximate_stage_memory
 from planner.solve.orders.order_search import OrderSearch, SimulatedOrder, is_split_backward_costless
 from planner.solve.orders.period_bound import least_round_trip_us, lower_bound_of_all_cuts_us
-from planner.solve.progress import Progress, run_limited_search
+from planner.solve.progress import SearchState, run_limited_search
 from planner.solve.space.case import Case, cuts_and_choices
 from planner.solve.space.partitions import Evaluator
 
@@ -66,7 +66,7 @@ def search_orders(
     return run_limited_search(partial(_search_all, start=start), case, upper_us=upper_us, deadline=deadline)
 
 
-def _search_all(progress: Progress, start: Partition | None) -> None:
+def _search_all(progress: SearchState, start: Partition | None) -> None:
     case = progress.case
     if case.is_too_large:
         return
@@ -88,7 +88,7 @@ def _search_all(progress: Progress, start: Partition | None) -> None:
 
 
 class _JointSearch:
-    def __init__(self, progress: Progress, evaluator: Evaluator) -> None:
+    def __init__(self, progress: SearchState, evaluator: Evaluator) -> None:
         self._progress, self._evaluator = progress, evaluator
         self._named = _named_schedule_evaluators(evaluator)
         self._known_orders = [named.actions for named in self._named]
@@ -145,7 +145,7 @@ class _JointSearch:
 
     def _improve_cuts(self, evaluator: Evaluator, starts: Sequence[IntArray]) -> CutsAndChoices | None:
         progress = self._progress
-        own = Progress(case=evaluator.case, budget=progress.budget, deadline=progress.deadline, upper_us=inf)
+        own = SearchState(case=evaluator.case, budget=progress.budget, deadline=progress.deadline, upper_us=inf)
         CutSearch(own, evaluator).search(starts, max(0, progress.budget.left) // _SHARE)
         if own.best is None:
             return None

@@ -21,8 +21,8 @@ _MOST_AT_ONCE = 1 << 18
 """Largest number of stages whose times are stored. Times of more stages are computed each time they are needed."""
 
 
-class BoundKind(NamedTuple):
-    """Value of a partition for which `PrefixBounds` has lower bounds, such as the longest forward time of a stage."""
+class BoundedQuantity(NamedTuple):
+    """Quantity of a partition for which `PrefixBounds` has lower bounds, such as the longest forward time."""
 
     combine: np.ufunc
     """Maximum or sum over the stages."""
@@ -33,7 +33,9 @@ class BoundKind(NamedTuple):
 class PrefixBounds:
     """Lower bounds of values such as the longest stage time, for the layers before each cut."""
 
-    def __init__(self, problem: ChainProblem, kinds: Mapping[str, BoundKind], *, deadline: Deadline = NEVER) -> None:
+    def __init__(
+        self, problem: ChainProblem, kinds: Mapping[str, BoundedQuantity], *, deadline: Deadline = NEVER
+    ) -> None:
         self._problem, self._kinds, self._deadline = problem, kinds, deadline
         cells = len(problem.tables[0]) * (problem.num_layers + 1) * problem.most_layers
         is_once = problem.is_uniform and cells <= _MOST_AT_ONCE

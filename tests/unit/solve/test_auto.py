@@ -26,7 +26,7 @@ from planner.solve.chunks import search as chunks_search
 from planner.solve.chunks.cut_search import CutSearch
 from planner.solve.chunks.search import start_cuts
 from planner.solve.deadline import NEVER
-from planner.solve.progress import Progress, SimulationBudget
+from planner.solve.progress import SearchState, SimulationBudget
 from planner.solve.questions import insight
 from planner.solve.questions.faster import find_faster_schedule_plan, plan_with_replicas
 from planner.solve.request import MOST_ACTIONS_OF_AUTO
@@ -307,9 +307,9 @@ def test_descent_starts_from_the_fastest_start() -> None:
         assert state.upper_us == evaluator.step_us(fast[None], np.zeros((1, 8), dtype=np.int64))[0]
 
 
-def progress(case: Case) -> Progress:
+def progress(case: Case) -> SearchState:
     """Return the state of a search without results."""
-    return Progress(case=case, budget=SimulationBudget(None), deadline=NEVER, upper_us=inf)
+    return SearchState(case=case, budget=SimulationBudget(None), deadline=NEVER, upper_us=inf)
 
 
 @pytest.mark.parametrize(("slower", "starts"), [(1.001, ["zbv", "interleaved"]), (1.01, ["zbv"])])

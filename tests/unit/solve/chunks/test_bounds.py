@@ -12,7 +12,7 @@ from planner.solve import Request
 from planner.solve.cases import cases_of
 from planner.solve.chunks import search
 from planner.solve.deadline import NEVER
-from planner.solve.progress import Progress, SimulationBudget
+from planner.solve.progress import SearchState, SimulationBudget
 from tests.support.chains import chain, layer
 from tests.support.profiles import inputs_of
 from tests.unit.solve.chunks.test_search import SEVERAL, bounds_of, evaluator_of, every_partition, limits_of
@@ -45,7 +45,7 @@ def test_branch_and_bound_raises_only_the_smallest_bound(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(search, "branch_and_bound_us", branch)
     case = evaluator_of("zbv", 0).case
-    state = Progress(case=case, budget=SimulationBudget(None), deadline=NEVER, upper_us=150.0)
+    state = SearchState(case=case, budget=SimulationBudget(None), deadline=NEVER, upper_us=150.0)
     bounds = [search._DeviceBound(n, least_us, object()) for n, least_us in ((3, 100.0), (2, 102.0), (1, 110.0))]
     search._branch_from_weakest(state, bounds)
     assert branched == [3, 2]

@@ -12,7 +12,7 @@ from planner.solve.chunks.cut_search import CutSearch
 from planner.solve.chunks.descent import PartitionCandidate
 from planner.solve.chunks.fitting import RecomputeFitter
 from planner.solve.deadline import NEVER
-from planner.solve.progress import Progress, SimulationBudget
+from planner.solve.progress import SearchState, SimulationBudget
 from planner.solve.space.partitions import Evaluator
 from tests.support.chains import heavy_chain
 from tests.support.profiles import UNLIMITED, inputs_of
@@ -28,7 +28,7 @@ def evaluator_of(memory_bytes: int = UNLIMITED) -> Evaluator:
 
 def search_of(evaluator: Evaluator, most_actions: int | None = None) -> CutSearch:
     """Return a search that has not found a plan."""
-    progress = Progress(case=evaluator.case, budget=SimulationBudget(most_actions), deadline=NEVER, upper_us=np.inf)
+    progress = SearchState(case=evaluator.case, budget=SimulationBudget(most_actions), deadline=NEVER, upper_us=np.inf)
     return CutSearch(progress, evaluator)
 
 

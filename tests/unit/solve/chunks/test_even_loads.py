@@ -13,7 +13,7 @@ from planner.solve.cases import cases_of
 from planner.solve.chunks import even_loads, search
 from planner.solve.chunks.even_loads import cuts_with_even_loads
 from planner.solve.deadline import NEVER
-from planner.solve.progress import Progress, SimulationBudget
+from planner.solve.progress import SearchState, SimulationBudget
 from planner.solve.space.partitions import Evaluator
 from tests.support.chains import chain, layer
 from tests.support.profiles import inputs_of
@@ -55,7 +55,9 @@ def evaluator_for(num_devices: int, **more: object) -> Evaluator:
 
 def starts_of(evaluator: Evaluator) -> list[np.ndarray]:
     budget = SimulationBudget(None)
-    return search.start_cuts(Progress(case=evaluator.case, budget=budget, deadline=NEVER, upper_us=np.inf), evaluator)
+    return search.start_cuts(
+        SearchState(case=evaluator.case, budget=budget, deadline=NEVER, upper_us=np.inf), evaluator
+    )
 
 
 def test_work_is_distributed_more_evenly_than_by_stage() -> None:
