@@ -14,13 +14,14 @@ import pytest
 from typer.main import get_command
 
 from planner import files
+from planner.api import verifying
 from planner.cli import main
 from planner.cli.main import app_for
 from planner.core.values.profile import Model
 from tests.support.cli import EXAMPLE, HEAD, LOSS, MODEL, environment, known_executor
 from tests.support.docs import ROOT, blocks, lines, quick
 from tests.support.profiles import profile_of
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_ranks, start_forked
 
 PAGES = {
     "README": "README.md",
@@ -118,8 +119,8 @@ def prepare(page: str, folder: Path) -> None:
 
 
 def run(line: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run one command: `gpipe-plan` in this process, except for `verify`, and ranks without torchrun."""
-    if re.match("gpipe-plan (?!verify)", line) and not SHELL.search(line):
+    """Run one command: `gpipe-plan` in this process, and ranks without torchrun."""
+    if line.startswith("gpipe-plan ") and not SHELL.search(line):
         with contextlib.chdir(folder):
             return subprocess.CompletedProcess(line, main.run(shlex.split(quick(line), comments=True)[1:]), "", "")
     env = environment(
@@ -141,12 +142,15 @@ def run(line: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [pytest.param(p, marks=pytest.mark.nightly) if p in SLOW else p for p in PAGES])
-def test_commands_of_pages_have_the_documented_exit_codes(page: str, tmp_path: Path) -> None:
+def test_commands_of_pages_have_the_documented_exit_codes(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The code is 1 if the page shows an error, else 0. `console` blocks name the written files."""
     if page == "tpu" and find_spec("torchax") is None:
         pytest.skip("needs the extra: pip install 'gpipe-plan[tpu]'")
     folder = tmp_path / page / "here"
     folder.mkdir(parents=True)
+    monkeypatch.setattr(verifying, "_started", start_forked)
     prepare(page, folder)
     for line, shown in lines(PAGES[page]):
         if NOT_RUN.match(line):

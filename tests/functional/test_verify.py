@@ -1,14 +1,10 @@
 """Tests of `verify`, which runs a plan and compares the run with its predictions."""
 
 import json
-import os
 import shlex
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -18,10 +14,9 @@ from planner.api import verifying
 from planner.cli.main import run
 from planner.core.cost.evaluate import Evaluation
 from planner.core.errors import MeasurementError, UsageError
-from planner.core.values.profile import Profile
 from planner.emit.native import decisions_digest
 from tests.support.cli import FAST, call, no_calibration, no_proof, write_model
-from tests.support.ranks import end_ranks
+from tests.support.ranks import start_forked
 from tests.support.runs import report_of, slower
 
 Capsys = pytest.CaptureFixture[str]
@@ -55,15 +50,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finished: Path) -> Pat
 @pytest.fixture
 def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Start the ranks without torchrun, which takes them seconds."""
-
-    @contextmanager
-    def started(command: list[str], _profile: Profile, stderr: int) -> Iterator[SimpleNamespace]:
-        count, *arguments = command[command.index("--nproc-per-node") + 1 :]
-        done = end_ranks(int(count), arguments, Path(arguments[0]).parent)
-        os.write(stderr, done.output.encode())
-        yield SimpleNamespace(stdout=done.output.splitlines(), returncode=max(done.codes))
-
-    monkeypatch.setattr(verifying, "_started", started)
+    monkeypatch.setattr(verifying, "_started", start_forked)
 
 
 @pytest.mark.slow

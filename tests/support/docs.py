@@ -32,6 +32,7 @@ def quick(line: str) -> str:
     line = line.replace(" --device cuda", "")
     line = re.sub(r"\bprofile (model\.py|\.\./sample_models/\S*)", r"profile \1 --proof-budget 0s", line)
     line = re.sub(r"\bprofile (\S*\.py)", r"profile \1 --repeat 2 --time-budget 0s", line)
+    line = re.sub(r"^gpipe-plan verify(?!.* --steps)", "gpipe-plan verify --steps 4", line)
     return re.sub(r"--steps (?:10|20)\b|(?<= train\.py)$", lambda m: f"{'' if m[0] else ' '}--steps 4", line)
 
 
