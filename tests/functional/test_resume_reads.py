@@ -51,7 +51,7 @@ pipeline.close()
 @pytest.mark.parametrize(
     ("first", "then", "expected"),
     [
-        (FOUR, FOUR, {2: [2], 3: [3]}),
+        pytest.param(FOUR, FOUR, {2: [2], 3: [3]}, marks=pytest.mark.nightly),
         (REPLICATED, REPLICATED, {1: [1], 2: [0, 2], 3: [1, 3]}),
         (FOUR, TWO, {1: [0, 2, 3]}),
         (TWO, FOUR, {1: [0], 2: [0, 1]}),

@@ -7,18 +7,16 @@ from typing import Any
 import pytest
 
 from tests.functional.test_training import (
-    AMOEBANET,
     AWKWARD,
     BRANCHING,
     EVERYDAY,
     FROZEN,
-    GPT2,
     LEFT_BEHIND,
     OVERFLOWING,
     SMALL,
     TRANSFORMER,
 )
-from tests.support.training import Case, run_cases
+from tests.support.training import ROOT, Case, run_cases
 
 pytestmark = pytest.mark.slow
 
@@ -36,20 +34,19 @@ def results_of(cases: Sequence[Case], folder: Path) -> list[tuple[Case, dict[str
 def test_two_stages_with_split_backward(tmp_path: Path) -> None:
     cases = [
         Case(
-            model=model,
-            balance=balance,
-            settings=settings,
+            model=TRANSFORMER,
+            balance=(2, 2),
+            settings=SMALL,
             recompute=recompute,
             schedule=schedule,
             later=later,
             micro_batches=8,
         )
-        for model, balance, settings, recompute, schedule, later in (
-            (TRANSFORMER, (2, 2), SMALL, "never", "gpipe", 99),
-            (TRANSFORMER, (2, 2), SMALL, "except-last", "1f1b", 3),
-            (TRANSFORMER, (2, 2), SMALL, "always", "gpipe", 2),
-            (TRANSFORMER, (2, 2), SMALL, "layers", "1f1b", 0),
-            (AMOEBANET, (4, 5), (), "layers", "1f1b", 3),
+        for recompute, schedule, later in (
+            ("never", "gpipe", 99),
+            ("except-last", "1f1b", 0),
+            ("always", "gpipe", 2),
+            ("layers", "1f1b", 3),
         )
     ]
     cases += [
@@ -60,6 +57,15 @@ def test_two_stages_with_split_backward(tmp_path: Path) -> None:
         assert result["split_loss"] < 1e-6, case
         assert result["split_gradient"] == 0.0, case
         assert result["split_buffer"] < 1e-6, case
+
+
+@pytest.mark.nightly
+def test_convolutions_with_split_backward(tmp_path: Path) -> None:
+    model = ROOT / "tests/zoo/models/amoebanet_eval.py"
+    case = Case(model=model, balance=(4, 5), recompute="layers", schedule="1f1b", later=3, micro_batches=8)
+    ((_, result),) = results_of([case], tmp_path)
+    assert result["split_loss"] < 1e-6
+    assert result["split_gradient"] == 0.0
 
 
 def test_three_stages_with_split_backward(tmp_path: Path) -> None:
@@ -75,7 +81,6 @@ def test_three_stages_with_split_backward(tmp_path: Path) -> None:
             steps=2,
         )
         for model, balance, settings, recompute, later, dtype in (
-            (AWKWARD, (3, 2, 3), (), "never", 2, ""),
             (AWKWARD, (1, 2, 5), (), "always", 1, ""),
             (BRANCHING, (3, 2, 2), (), "layers", 3, ""),
             (TRANSFORMER, (1, 2, 1), SMALL, "always", 1, "bf16-mixed"),
@@ -120,20 +125,17 @@ def test_smaller_mini_batches_run_a_part_of_the_action_order(tmp_path: Path) -> 
 
 
 def test_split_backward_with_several_stages_per_rank(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
     common = {"chunks": 2, "steps": 2}
     cases = [
+        Case(model=AWKWARD, balance=(1, 3, 2, 2), schedule="interleaved", recompute="always", later=3, **common),
         Case(
             model=TRANSFORMER,
             balance=(1, 1, 1, 1),
             settings=SMALL,
-            schedule="interleaved",
-            recompute="always",
-            later=1,
+            schedule="zbv",
+            recompute="except-last",
             **common,
         ),
-        Case(model=AWKWARD, balance=(1, 3, 2, 2), schedule="interleaved", later=3, **common),
-        Case(model=GPT2, balance=(1, 1, 1, 2), schedule="zbv", recompute="except-last", **common),
         Case(model=TRANSFORMER, balance=(1, 1, 1, 1), settings=SMALL, schedule="interleaved-zb", **common),
         Case(model=AWKWARD, balance=(1, 3, 2, 2), schedule="v-half", recompute="always", **common),
         Case(model=TRANSFORMER, balance=(1, 1, 1, 1), settings=SMALL, schedule="v-min", **common),

@@ -219,6 +219,7 @@ def cpu_s(folder: Path, *arguments: str) -> float:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timed
 def test_check_of_64_stages_takes_at_most_twice_its_start_up(here: Path) -> None:
     """The start-up is a check of two stages. Without its seal, the plan is solved again, which takes longer."""

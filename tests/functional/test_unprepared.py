@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 RIGHT = (
     "state:running_scale_attribute",
-    "loops:freezes_and_unfreezes_the_backbone",
+    pytest.param("loops:freezes_and_unfreezes_the_backbone", marks=pytest.mark.nightly),
 )
 
 REFUSED = (
@@ -24,7 +24,7 @@ REFUSED = (
     "optimizers:skips_large_steps",
     "losses:curriculum_in_forward",
     "popular:targets_in_a_dataclass",
-    "loops:divides_by_the_norm_of_all_gradients",
+    pytest.param("loops:divides_by_the_norm_of_all_gradients", marks=pytest.mark.nightly),
     pytest.param("loops:unfreezes_a_planned_frozen_backbone", marks=pytest.mark.nightly),
     pytest.param("hidden:memory_in_a_list_of_a_model_used_late", marks=pytest.mark.nightly),
 )

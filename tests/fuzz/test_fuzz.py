@@ -11,7 +11,7 @@ import pytest
 
 from tests.support import fuzz
 
-INPUTS = int(os.environ.get("FUZZ_INPUTS", "250"))
+INPUTS = int(os.environ.get("FUZZ_INPUTS", "150"))
 FIRST = int(os.environ.get("FUZZ_FIRST", "0"))
 
 

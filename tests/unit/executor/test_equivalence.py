@@ -349,6 +349,7 @@ def test_draws_of_numpy_and_python_equal_those_of_a_plain_loop() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_unseeded_initial_values_are_accepted() -> None:
     found = checked(lambda: nn.Sequential(UnseededUse(unseeded()), linear(), UnseededUse(unseeded())))
     assert (found.warnings, found.proof.covers_recompute) == ((), True)
@@ -411,7 +412,13 @@ class Stack(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("build", [Stack, lambda: nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(9)))])
+@pytest.mark.parametrize(
+    "build",
+    [
+        Stack,
+        pytest.param(lambda: nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(9))), marks=pytest.mark.nightly),
+    ],
+)
 def test_a_large_model_is_compared_without_most_of_its_repeated_layers(build, monkeypatch):
     """Fewer gradients than the model has cover all cuts."""
     monkeypatch.setattr(subject, "_MANY_PARAMETERS", 0)
@@ -611,6 +618,7 @@ class Unmasked(nn.Module):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_buffers_overwritten_before_backward_are_refused() -> None:
     with pytest.raises(ModelError, match="modified by an inplace operation"):
         checked(lambda: nn.Sequential(Unmasked(), linear(), Unmasked()))

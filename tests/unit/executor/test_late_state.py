@@ -91,6 +91,7 @@ def test_layers_that_count_in_a_module_level_dict_stay_in_one_stage(last: Callab
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_layers_that_share_an_object_stay_in_one_stage() -> None:
     def build() -> nn.Module:
         first, last = Late(in_a_dict), Late(in_a_dict)

@@ -23,7 +23,7 @@ EACH_ONCE: Final = tuple(zip(NAMES, cycle(("never", "always")), strict=False))
 Errors = dict[tuple[str, str, int], float]
 SAMPLES: Final = (
     ("transformer_lm", (("layers", 6), ("width", 64), ("feed_forward", 256), ("vocabulary", 512), ("tokens", 64)), 4),
-    ("mlp", (("width", 256),), 64),
+    pytest.param("mlp", (("width", 256),), 64, marks=pytest.mark.nightly),
 )
 
 

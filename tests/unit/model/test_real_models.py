@@ -34,7 +34,11 @@ def test_loss_and_gradients_of_stages_equal_the_models(name: str, granularity: s
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "setting", ["use_cache", "output_hidden_states", pytest.param("output_attentions", marks=pytest.mark.nightly)]
+    "setting",
+    [
+        "output_hidden_states",
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("use_cache", "output_attentions")),
+    ],
 )
 def test_unused_outputs_are_not_sent(setting: str) -> None:
     plain, more = (REAL_MODELS["GPT-2"].build() for _ in range(2))

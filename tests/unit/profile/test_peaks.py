@@ -21,9 +21,11 @@ MANY = {"micro_batches": (4,)}
         ("tiny", {}, 3 * 4),
         *(pytest.param(kind, {}, 3 * 4, marks=pytest.mark.nightly) for kind in ("recurrent", "dense", "table")),
         # Weights are computed in each forward. Each micro-batch has its own; the last one stays in an attribute.
-        ("pruned", {**MANY, "schedule": "gpipe"}, 3 * 2),
         ("pruned in a row", {**MANY, "schedule": "1f1b"}, 3 * 2),
-        pytest.param("pruned in a row", {**MANY, "schedule": "gpipe"}, 3 * 2, marks=pytest.mark.nightly),
+        *(
+            pytest.param(kind, {**MANY, "schedule": "gpipe"}, 3 * 2, marks=pytest.mark.nightly)
+            for kind in ("pruned", "pruned in a row")
+        ),
         # Layers used twice: in one stage their gradients wait for each other, in several they are summed over ranks.
         *(("towers", {**MANY, "stages": stages}, stages * 2) for stages in (1, 3)),
         # Autograd adds the gradient of an embedding to that of a linear layer in a new tensor. Both are in one stage.
