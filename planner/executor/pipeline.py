@@ -103,8 +103,8 @@ class Pipeline:
             self.at_close.append(self._trainer.own_optimizers.remove)
             self.modules = self._assembly.modules
             """Stages that this rank runs, first to last."""
-            self.whole_model = self._assembly.whole_model
-            """The whole model. Its tensors have shapes, but no values."""
+            self.meta_model = self._assembly.whole_model
+            """The whole model on the meta device: its tensors have shapes, but no values, and get no gradients."""
             self.canonical_names = self._assembly.canonical_names
             """First name of each tensor in the model's state dict, by each of its names."""
             self.losses = self._trainer.losses
@@ -160,7 +160,7 @@ class Pipeline:
             ModelError: The optimizer's step reads all parameters at once, or `build` needs values of parameters of
                 other ranks.
         """
-        whole, is_divided = list(self.whole_model.parameters()), self.balance.num_stages > 1
+        whole, is_divided = list(self.meta_model.parameters()), self.balance.num_stages > 1
         if is_divided and build is not self.model.build_optimizer:
             check_optimizer(build, whole, self.device)  # the profile had another optimizer
         optimizer = WholeModelOptimizer(build, whole).build_for(self._assembly.parameter_pairs())

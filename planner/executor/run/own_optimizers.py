@@ -47,8 +47,10 @@ class OwnOptimizers:
     def paused(self) -> Iterator[None]:
         """Allow all steps in the `with` block. It runs layers, whose optimizers the equivalence check has compared."""
         self.begin_step()
-        yield
-        self.end_step()
+        try:
+            yield
+        finally:
+            self.end_step()
 
     def _check(self, optimizer: torch.optim.Optimizer) -> None:
         if self._is_paused or not any(id(p) in self._ids for group in optimizer.param_groups for p in group["params"]):
