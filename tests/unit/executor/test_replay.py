@@ -144,7 +144,8 @@ def test_buffers_and_gradients_of_stateful_models_equal_the_unpartitioned_model(
 def test_stateful_models_train_equally_under_every_schedule(num_devices: int, tmp_path: Path) -> None:
     balance = {1: (6,), 2: (3, 3), 3: (2, 2, 2)}[num_devices]
     plans: list[tuple[ScheduleName, Recompute, tuple[int, ...]]] = [
-        *(("gpipe", recompute, balance) for recompute in ("always", "layers")),
+        *([("gpipe", "always", balance)] if num_devices < 3 else ()),
+        ("gpipe", "layers", balance),
         *([("1f1b", "except-last", balance)] if num_devices > 1 else ()),
         *([("interleaved", "always", (2, 1, 1, 2))] if num_devices == 2 else ()),
         *([("interleaved", "except-last", (1,) * 6)] if num_devices == 3 else ()),

@@ -159,18 +159,17 @@ def test_every_kind_of_request_gives_the_same_bytes() -> None:
         "spec.loader.exec_module(module)\n"
         "sys.stdout.write(module.plans())\n"
     )
-    for seed in ("1", "4242"):
-        environment = {**os.environ, "PYTHONPATH": str(root), "PYTHONHASHSEED": seed, "PYTHONIOENCODING": "utf-8"}
-        other = subprocess.run(
-            [sys.executable, "-c", script],
-            cwd=root,
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=120,
-        )
-        assert other.stdout == first
+    environment = {**os.environ, "PYTHONPATH": str(root), "PYTHONHASHSEED": "4242", "PYTHONIOENCODING": "utf-8"}
+    other = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=root,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    assert other.stdout == first
 
 
 def test_stopped_search_returns_the_best_plan_so_far() -> None:
