@@ -54,7 +54,8 @@ class StageRange(NamedTuple):
 def build_structure(loaded: LoadedModel) -> Chain:
     """Return the whole chain on the meta device, with names and shapes but without memory.
 
-    If `build_model` or `forward` reads elements of tensors, the whole model is in memory until this function returns.
+    If `build_model` or `forward` reads elements of tensors, or their `is_meta`, the whole model is in memory until this
+    function returns.
 
     Raises:
         ModelError: The model cannot be built.

@@ -12,6 +12,7 @@ from torch.nn.utils.prune import identity
 
 from planner.core.errors import ModelError
 from planner.device.meter import CpuMemoryMeter
+from planner.executor.build import building
 from planner.executor.build.building import StageRange, build_stages, build_structure
 from planner.executor.run.shapes import chain_shapes
 from planner.model.chain import Chain, Layer, chain_digest, chain_of, tied_parameters
@@ -345,6 +346,19 @@ def test_the_structure_has_tensors_that_the_meta_device_would_lack() -> None:
     chain = build_structure(loaded_model(lambda: nn.Sequential(Positions(), Positions())))
     assert {name for name, _ in chain.model.named_buffers()} == {"0.table", "1.table"}
     assert all(tensor.is_meta for tensor in all_tensors(chain.model))
+
+
+def test_initializers_that_read_is_meta_need_no_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else every rank would hold the whole model for a moment."""
+
+    def build() -> nn.Sequential:
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        nn.init.trunc_normal_(model[0].weight)
+        nn.init.orthogonal_(model[1].weight)
+        return model
+
+    monkeypatch.setattr(building, "_built", lambda _: pytest.fail("the model was built with values"))
+    build_structure(loaded_model(build))
 
 
 def test_sparse_buffers_are_refused_when_the_structure_is_built() -> None:
