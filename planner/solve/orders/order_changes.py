@@ -1,7 +1,7 @@
 """Changes of an action order in a local search: moves of actions, and merges and splits of backwards.
 
 Most moves of other actions than those of a critical path leave the step time as it is. Example with K = 2 devices, M =
-2 micro-batches and F = I = W = 1; the cell 1F0 is stage 1, action F, micro-batch 0. Device 0 needs six units of time
+2 micro-batches and F = I = W = 1; the cell 1F0 is stage 1, action F, micro-batch 0. Device 0 needs seven units of time
 from its first to its last action, and waits for 1I0. So the critical path is 0F0, 1F0, 1I0, and then the last four
 actions of device 0:
 
@@ -88,7 +88,7 @@ def move_actions(
 
 def _move(row: list[Act], act: Act, step: int) -> None:
     if act not in row:
-        return  # this stage has another kind of backward than the first device's
+        return  # this stage has another kind of backward than the stage that `act` was chosen from
     place = row.index(act)
     target = min(max(0, place + step), len(row) - 1)
     row.insert(target, row.pop(place))

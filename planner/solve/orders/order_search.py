@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from math import ceil, inf, isclose
+from math import ceil, inf
 from typing import NamedTuple
 
 import numpy as np
@@ -62,7 +62,7 @@ _CRITICAL_FROM = 0.5
 """Share of the budget left, from which on most moves are of critical actions, if the exact model limits memory.
 
 Moves of other actions rarely change the step time, but they prepare moves of critical ones. A search without lookahead
-moves critical actions from its beginning.
+moves critical actions as soon as it has accepted an order.
 """
 
 _WORSE = 5e-4
@@ -216,8 +216,7 @@ class OrderSearch:
         return order
 
     def _is_least(self) -> bool:
-        # An order that is faster than the estimate shows that the estimate is wrong.
-        return self.best is not None and isclose(self.best.period_us, self._least_us)
+        return self.best is not None and self.best.period_us <= self._least_us * (1 + 1e-9)
 
     def _make_rules(self, tuning: "_Tuning") -> DispatchRules:
         most = tuple(max(1, ceil(tuning.waiting * number) + tuning.extra) for number in self._shapes[tuning.shape])

@@ -43,10 +43,10 @@ _SHARE_FROM_BEST = 2
 """Divisor of the remaining budget, for one search that improves the action order of a given plan."""
 
 _STRICT_SHARE = 2
-"""Ratio of the spent budget to the additional budget of a search that follows changed orders strictly."""
+"""Ratio of the spent budget to the additional budget of each search without lookahead."""
 
 _GAIN = 5e-3
-"""Relative gain above which a search without lookahead is repeated."""
+"""Relative gain above which a search without lookahead is repeated, at most `_ROUNDS` times in all."""
 
 _OF_BOUND = 4
 """Divisor of the budget spent so far, for the time that the lower bound of all partitions may take."""
@@ -107,8 +107,9 @@ class _JointSearch:
         self._alternate(cuts_and_choices(start))
         if self._refuses_most_orders:
             most_actions = self._progress.budget.spent // _STRICT_SHARE
-            while self._improve_without_lookahead(self._progress.best or start, most_actions) > _GAIN:
-                pass
+            for _ in range(_ROUNDS):
+                if self._improve_without_lookahead(self._progress.best or start, most_actions) <= _GAIN:
+                    break
 
     def search(self) -> None:
         even = start_cuts(self._progress, self._evaluator)
