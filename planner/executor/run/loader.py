@@ -21,6 +21,11 @@ from planner.executor.run.random_state import HostRandomStates, SeparateRandomSt
 from planner.model.load import Batch, LoadedModel
 from planner.model.seeding import seeded_draws
 
+_SAME_LOADERS = (
+    "after a resume, pass all loaders again in the same order, each with its own last step "
+    "(`pipeline.batches(last_step, loader)`); or pass a loader that can be iterated again, such as a `DataLoader`"
+)
+
 _SAMPLERS = ("", "sampler", "batch_sampler", "batch_sampler.sampler")
 
 
@@ -112,7 +117,8 @@ class ResumableLoader:
         """Restore a position that `state_dict` returned. Call this method before the first batch is drawn.
 
         Raises:
-            UsageError: The user's loader differs from the one in the checkpoint.
+            UsageError: The user's loader differs from the one in the checkpoint, or it can be iterated only once and
+                the checkpoint has the position of a later loader.
         """
         if not state["begun"]:  # nothing was drawn yet
             return
@@ -122,6 +128,13 @@ class ResumableLoader:
                 f"the loader differs from the checkpoint's: it is {_title(self.loader, length)}, but the checkpoint's "
                 f"has {'a' if state['loader'] is not None else 'no'} state and {state['length']} batches",
                 hint="pass the same loader to `batches` as before, or start a new run (`--weights`)",
+            )
+        number = state.get("number", self._number_of_loader)
+        if number > self._number_of_loader and state["loader"] is None and isinstance(self.loader, Iterator):
+            raise UsageError(
+                f"the checkpoint has a position in loader {number} of the run, but after the resume "
+                f"{_title(self.loader, length)} is loader {self._number_of_loader}",
+                hint=_SAME_LOADERS,
             )
         self._resumed = state
 
@@ -135,14 +148,21 @@ class ResumableLoader:
 
     def _run(self) -> Iterator[Any]:
         while True:
-            is_resumed = self._resumed is not None
+            resumed = self._resumed
             iterator = self._epoch_iterator()
             while following := self._next_batch(iterator):
                 # No variable may hold a whole mini-batch through its step.
                 yield following.pop()
-            if iterator is self.loader:  # it cannot be iterated again
+            is_once = iterator is self.loader  # it cannot be iterated again
+            if resumed is not None and self._batch < resumed["batch"] + is_once:
+                raise UsageError(
+                    f"{_title(self.loader, _length(self.loader))} has no batch after the {resumed['batch']} batches "
+                    "that the run used before it was resumed",
+                    hint=_SAME_LOADERS,
+                )
+            if is_once:
                 return
-            if not self._batch and not is_resumed:
+            if not self._batch and resumed is None:
                 raise UsageError(
                     f"{_title(self.loader, _length(self.loader))} returned no batch",
                     hint="with `drop_last=True` there must be at least one whole mini-batch",

@@ -6,6 +6,7 @@ import gc
 import random
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from planner.core.errors import UsageError
 from planner.executor import Pipeline
 from planner.executor.checkpoints import Checkpoints
 from planner.executor.run.loader import ResumableLoader, example_mini_batch, seeded_batches
-from planner.model.load import load_module
+from planner.model.load import Batch, load_module
 from tests.support.cli import MODEL
 from tests.unit.executor.test_checkpoint import GROUPS
 from tests.unit.executor.test_pipeline import balance_of
@@ -171,6 +172,51 @@ def test_a_loader_of_a_later_phase_begins_at_its_first_batch(tmp_path: Path, sto
                 saved.step_done()
         pipeline.close()
     assert seen == [0, 1, 2, 3, 4]
+
+
+def part_of(epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield three batches, only once."""
+    return ((torch.full((8, 8), 10.0 * epoch + n), torch.zeros(8, 4)) for n in range(3))
+
+
+def train_on_parts(path: Path, folder: Path, stop: int, batches: Callable[[Pipeline], Iterator[Batch]]) -> list[float]:
+    """Train, or resume the training, until step `stop`, and return the first number of each mini-batch."""
+    seen, pipeline = [], Pipeline(path)
+    optimizer = pipeline.optimizer(pipeline.model.build_optimizer)
+    saved = Checkpoints(pipeline, optimizer, steps=stop, folder=str(folder), resume="auto")
+    with closing(pipeline):
+        for inputs, targets in batches(pipeline):
+            seen.append(float(inputs[0, 0]))
+            with pipeline.step(inputs, targets):
+                optimizer.step()
+                optimizer.zero_grad()
+            saved.step_done()
+    return seen
+
+
+@pytest.mark.parametrize("stop", [3, 4, 6])
+def test_generators_that_are_not_all_passed_again_are_refused(tmp_path: Path, stop: int) -> None:
+    """One that is not the checkpoint's would be taken for it, and batches would be lost."""
+
+    def all_with_last_step(pipeline: Pipeline, end: int) -> Iterator[Batch]:
+        for epoch in range(3):
+            yield from pipeline.batches(min(end, 3 * epoch + 3), part_of(epoch))
+
+    def from_epoch(pipeline: Pipeline) -> Iterator[Batch]:
+        for epoch in range(pipeline.step_index // 3, 3):
+            yield from pipeline.batches(3 * epoch + 3, part_of(epoch))
+
+    def without_last_step(pipeline: Pipeline) -> Iterator[Batch]:
+        for epoch in range(3):
+            yield from pipeline.batches(9, part_of(epoch))
+
+    path, folder = balance_of(tmp_path, MODEL + GROUPS), tmp_path / "saved"
+    seen = train_on_parts(path, folder, stop, lambda p: all_with_last_step(p, stop))
+    for refused in (from_epoch, without_last_step):
+        with pytest.raises(UsageError, match="resume"):
+            train_on_parts(path, folder, 9, refused)
+    seen += train_on_parts(path, folder, 9, lambda p: all_with_last_step(p, 9))
+    assert seen == [0, 1, 2, 10, 11, 12, 20, 21, 22]
 
 
 def test_a_new_loader_for_each_epoch_is_shuffled_anew(tmp_path: Path) -> None:
