@@ -17,6 +17,7 @@ from planner.executor.run.loader import (
     does_sampler_split_data,
     example_mini_batch,
     repeat_train_batches,
+    restore_generators,
     seeded_batches,
 )
 from planner.executor.run.losses import UNCOUNTED, loss_counts
@@ -48,7 +49,7 @@ class MiniBatches:
         self._num_loaders = 0
         """Number of loaders that the script has passed, such as one for each epoch or for each phase of training."""
         self._is_first = True
-        """True if this process has not drawn a mini-batch yet."""
+        """True if this process has neither drawn a mini-batch nor skipped a finished phase without a loader."""
         self._checksums: BatchChecksums | None = None
         """Checksums of the next step's mini-batch, if possible with the samples of all replicas."""
         self._is_compared = False
@@ -70,7 +71,8 @@ class MiniBatches:
         if loader is not None and loader is not self._passed:
             self._passed, self._num_loaders = loader, self._num_loaders + 1
         if begin >= end:
-            return  # the checkpoint may have the state of a later loader
+            self._skip_finished(loader)
+            return
         if loader is not None:
             if does_sampler_split_data(loader, self._job.place):
                 own_part = self._without_unneeded
@@ -211,6 +213,13 @@ class MiniBatches:
 
     def _counts_labels(self, inputs: Any) -> bool:
         return bool(self._model.counted_labels) and isinstance(inputs, dict) and "labels" in inputs
+
+    def _skip_finished(self, loader: Iterable[Any] | None) -> None:
+        """Skip the loader of a finished phase. The checkpoint may have the state of a later loader."""
+        if loader is None:
+            self._is_first = False  # the next loader begins at its first batch
+        elif self._loader_state is not None and self._loader_state.get("number") == self._num_loaders:
+            restore_generators(loader, self._loader_state["now"])  # a later loader may draw from the same generator
 
     def _begun(self, loader: Iterable[Any], begin: int) -> Iterator[Any]:
         if self._loader is None or self._loader.loader is not loader:

@@ -182,9 +182,7 @@ class ResumableLoader:
 
     def _draw_from(self, states: Mapping[str, Any]) -> None:
         self._states.states = HostRandomStates.from_plain(states["host"])
-        for name, generator in _generators(self.loader).items():
-            if name in states["generators"]:
-                generator.set_state(states["generators"][name])
+        restore_generators(self.loader, states)
 
     def _epoch_iterator(self) -> Iterator[Any]:
         """Return an iterator over an epoch; after a resume, over the rest of the interrupted epoch."""
@@ -259,6 +257,13 @@ def check_loader_state(state: Mapping[str, Any] | None) -> Mapping[str, Any] | N
         if not all(isinstance(held, torch.Tensor) for held in drawn["generators"].values()):
             raise TypeError("a generator's state that is not a tensor")
     return state
+
+
+def restore_generators(loader: Iterable[Any], states: Mapping[str, Any]) -> None:
+    """Restore the states of the loader's generators from the entry `now` or `begun` of a loader's state."""
+    for name, generator in _generators(loader).items():
+        if name in states["generators"]:
+            generator.set_state(states["generators"][name])
 
 
 def _is_stateful(loader: Any) -> bool:

@@ -219,6 +219,34 @@ def test_generators_that_are_not_all_passed_again_are_refused(tmp_path: Path, st
     assert seen == [0, 1, 2, 10, 11, 12, 20, 21, 22]
 
 
+@pytest.mark.parametrize("stop", [3, 4, 6])
+def test_loaders_that_share_a_generator_resume_exactly(tmp_path: Path, stop: int) -> None:
+    """Also if the run was saved at the end of a loader."""
+    data = TensorDataset(DATA, DATA[:, :4])
+
+    def shuffled(pipeline: Pipeline, end: int) -> Iterator[Batch]:
+        generator = torch.Generator().manual_seed(3)
+        for epoch in range(3):
+            loader = DataLoader(data, batch_size=8, shuffle=True, generator=generator)
+            yield from pipeline.batches(min(end, 3 * epoch + 3), loader)
+
+    path = balance_of(tmp_path, MODEL + GROUPS)
+    whole = train_on_parts(path, tmp_path / "whole", 9, lambda p: shuffled(p, 9))
+    parts = [train_on_parts(path, tmp_path / "parts", end, lambda p, end=end: shuffled(p, end)) for end in (stop, 9)]
+    assert [*parts[0], *parts[1]] == whole
+
+
+@pytest.mark.parametrize("stop", [3, 4])
+def test_a_loader_after_a_phase_without_one_begins_at_its_first_batch(tmp_path: Path, stop: int) -> None:
+    def phases(pipeline: Pipeline, end: int) -> Iterator[Batch]:
+        yield from pipeline.batches(min(end, 3))
+        yield from pipeline.batches(end, [*part_of(0), *part_of(1)])
+
+    path, folder = balance_of(tmp_path, MODEL + GROUPS), tmp_path / "saved"
+    seen = [n for end in (stop, 9) for n in train_on_parts(path, folder, end, lambda p, end=end: phases(p, end))]
+    assert seen[3:] == [0, 1, 2, 10, 11, 12]
+
+
 def test_a_new_loader_for_each_epoch_is_shuffled_anew(tmp_path: Path) -> None:
     pipeline = Pipeline(balance_of(tmp_path))
     orders = []
