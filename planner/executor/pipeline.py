@@ -30,7 +30,6 @@ from planner.model.chain import Chain
 from planner.model.load import Batch, LoadedModel
 from planner.model.optimizer_scope import check_optimizer, optimizer_step_check
 from planner.model.optimizers import WholeModelOptimizer
-from planner.model.process_group import hide_process_group_in_step
 from planner.model.seeding import seed_process
 
 if TYPE_CHECKING:
@@ -161,14 +160,12 @@ class Pipeline:
                 other ranks.
         """
         whole, is_divided = list(self.meta_model.parameters()), self.balance.num_stages > 1
-        if is_divided and build is not self.model.build_optimizer:
-            check_optimizer(build, whole, self.device)  # the profile had another optimizer
-        optimizer = WholeModelOptimizer(build, whole).build_for(self._assembly.parameter_pairs())
-        check = optimizer_step_check(optimizer, build, whole) if is_divided else None
-        begin, end = self._trainer.record_optimizer(optimizer)
-        before = [begin] if check is None else [begin, check]
-        # After an overflow there are no gradients, but an optimizer of the user may also count or average in its step.
-        hide_process_group_in_step(optimizer, before, end, is_skipped=lambda: self.skipped)
+        with self._trainer.own_optimizers.paused():  # an optimizer may call `step()` when it is built
+            if is_divided and build is not self.model.build_optimizer:
+                check_optimizer(build, whole, self.device)  # the profile had another optimizer
+            optimizer = WholeModelOptimizer(build, whole).build_for(self._assembly.parameter_pairs())
+            check = optimizer_step_check(optimizer, build, whole) if is_divided else None
+        self._trainer.record_optimizer(optimizer, check)
         return optimizer
 
     @property

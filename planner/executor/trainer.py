@@ -35,6 +35,7 @@ from planner.executor.run.script_changes import ScriptChangeRecorder
 from planner.executor.watch.activity import ANY
 from planner.model.autocast import autocast_dtype
 from planner.model.load import Batch
+from planner.model.process_group import hide_process_group_in_step
 
 
 class Trainer:
@@ -91,28 +92,33 @@ class Trainer:
         if self._hook is not None:
             self._hook.call(self._step_record(loss))
 
-    def record_optimizer(self, optimizer: torch.optim.Optimizer) -> tuple[Callable[[], None], Callable[[], None]]:
-        """Include the optimizer in the records of steps, as long as it exists.
+    def record_optimizer(self, optimizer: torch.optim.Optimizer, check: Callable[[], None] | None) -> None:
+        """Include the optimizer in the records of steps, as long as it exists. Its `step()` sees no process group.
 
-        Returns:
-            Functions to call before and after each step of the optimizer.
+        Args:
+            optimizer: Optimizer of this rank.
+            check: Function to call before each step; None for no check.
         """
         held = ref(optimizer)
         self._optimizers.append(held)
         # Other optimizers may set rates in `step()`, and only those of groups that are not empty on this rank.
         num_groups = len(optimizer.param_groups) if type(optimizer).__module__.startswith("torch.optim") else 0
 
-        def begin() -> None:
+        @contextmanager
+        def recorded_step() -> Iterator[None]:
             optimizer = held()
             groups = [] if optimizer is None else optimizer.param_groups[:num_groups]
             self._script.begin_optimizer_step([g["lr"] for g in groups if isinstance(g.get("lr"), float)])
-            self.own_optimizers.begin_step()
+            try:
+                with self.own_optimizers.paused():
+                    if check is not None:
+                        check()
+                    yield
+            finally:
+                self._script.end_optimizer_step()
 
-        def end() -> None:
-            self.own_optimizers.end_step()
-            self._script.end_optimizer_step()
-
-        return begin, end
+        # After an overflow there are no gradients, but an optimizer of the user may also count or average in its step.
+        hide_process_group_in_step(optimizer, recorded_step, is_skipped=lambda: self.skipped)
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:

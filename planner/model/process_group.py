@@ -4,8 +4,8 @@ Much code has branches such as `if dist.is_initialized(): dist.all_reduce(center
 layers. They would never join this operation, so this rank would wait for them forever.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from types import MethodType
 from typing import Any
@@ -27,17 +27,15 @@ def hide_process_group() -> Iterator[None]:
 
 def hide_process_group_in_step(
     optimizer: torch.optim.Optimizer,
-    before: Sequence[Callable[[], None]],
-    after: Callable[[], None],
+    step_context: Callable[[], AbstractContextManager[None]] = nullcontext,
     *,
     is_skipped: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Let `dist.is_initialized()` return False in every `step()` of an optimizer, and in the given functions.
+    """Let `dist.is_initialized()` return False in every `step()` of an optimizer, and in its context.
 
     Args:
         optimizer: Optimizer to change.
-        before: Functions to call before each step.
-        after: Function to call after each step.
+        step_context: Function that returns the context manager of a step.
         is_skipped: Function that returns True if `step()` shall do nothing.
     """
     step = optimizer.step
@@ -46,12 +44,8 @@ def hide_process_group_in_step(
     def hidden_step(_self: Any, *args: Any, **kwargs: Any) -> Any:
         if is_skipped():
             return None
-        with hide_process_group():
-            for call in before:
-                call()
-            result = step(*args, **kwargs)
-            after()
-            return result
+        with hide_process_group(), step_context():
+            return step(*args, **kwargs)
 
     # Schedulers of learning rates expect a bound method.
     optimizer.step = MethodType(hidden_step, optimizer)  # type: ignore[method-assign]

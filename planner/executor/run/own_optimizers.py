@@ -35,22 +35,18 @@ class OwnOptimizers:
         self.remove = register_optimizer_step_pre_hook(check).remove
         """Function that ends the check."""
 
-    def begin_step(self) -> None:
-        """Allow all steps until `end_step`, because an optimizer of `pipeline.optimizer` may call others."""
-        self._is_paused = True
-
-    def end_step(self) -> None:
-        """Check steps again."""
-        self._is_paused = False
-
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Allow all steps in the `with` block. It runs layers, whose optimizers the equivalence check has compared."""
-        self.begin_step()
+        """Allow all steps in the `with` block.
+
+        It runs layers, whose optimizers the equivalence check has compared, or an optimizer of `pipeline.optimizer`,
+        which may call others.
+        """
+        was_paused, self._is_paused = self._is_paused, True
         try:
             yield
         finally:
-            self.end_step()
+            self._is_paused = was_paused
 
     def _check(self, optimizer: torch.optim.Optimizer) -> None:
         if self._is_paused or not any(id(p) in self._ids for group in optimizer.param_groups for p in group["params"]):
@@ -58,6 +54,7 @@ class OwnOptimizers:
         raise UsageError(
             f"`pipeline.optimizer` has not made this {type(optimizer).__name__}: each rank has only some of the "
             "parameters, and steps of this optimizer are not checked",
-            hint=f"`optimizer = pipeline.optimizer(lambda parameters: {type(optimizer).__name__}(parameters))`, and "
-            "call `step()` of the returned optimizer",
+            hint="build the optimizer, with all optimizers in it, in the function passed to `pipeline.optimizer` "
+            f"(`optimizer = pipeline.optimizer(lambda parameters: {type(optimizer).__name__}(parameters))`), and call "
+            "only its `step()`",
         )

@@ -91,6 +91,12 @@ class Inner(torch.optim.SGD):
     def step(self, closure=None):
         self.inner[0].step()
 
+class Early(torch.optim.SGD):
+    # Steps without gradients when it is built, as some optimizers do to create their state.
+    def __init__(self, parameters, **options):
+        super().__init__(parameters, **options)
+        self.step()
+
 def build_model(frozen: int = 0, counts: int = 0, tied: int = 0):
     model = nn.Sequential(*[(nn.Linear, Counts, Stored, Remembers, Caches, Registers)[counts](4, 4) for _ in range(4)])
     if tied:
@@ -125,7 +131,7 @@ def own_batches(pipeline):
 
 what, given = os.environ["WHAT"], arguments("", steps=2, seed=0)
 with pipeline_script(os.environ["BALANCE"], given) as pipeline:
-    build = {"shared": model.Shared, "inner": model.Inner}.get(what, torch.optim.SGD)
+    build = {"shared": model.Shared, "inner": model.Inner, "early": model.Early}.get(what, torch.optim.SGD)
     optimizer = pipeline.optimizer(lambda ps: build(ps, lr=0.1, momentum=0.9))
     more = {"second": pipeline.optimizer(lambda ps: torch.optim.Adam(ps, lr=0.1))} if what == "second" else {}
     unnamed = [pipeline.optimizer(lambda ps: torch.optim.Adam(ps, lr=0.1))] if what == "unnamed" else []
@@ -249,6 +255,10 @@ def test_optimizers_must_be_made_by_the_pipeline(folder: Path) -> None:
     output = refusal(folder, "not made")
     assert "`pipeline.optimizer` has not made this SGD" in output
     assert "step 0" not in output
+
+
+def test_an_optimizer_may_step_when_it_is_built(folder: Path) -> None:
+    assert "step 1: loss" in train(folder, "early")
 
 
 def test_clipping_by_the_norm_of_one_rank_is_refused(folder: Path) -> None:

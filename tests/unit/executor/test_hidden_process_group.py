@@ -39,7 +39,7 @@ def test_a_step_sees_no_group_and_is_counted_by_schedulers() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
     optimizer.register_step_post_hook(lambda *_: seen.append(dist.is_initialized()))
     before = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
-    hide_process_group_in_step(optimizer, [], lambda: None)
+    hide_process_group_in_step(optimizer)
     after = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
     optimizer.step()
     before.step()
@@ -53,7 +53,7 @@ def test_a_skipped_step_does_nothing() -> None:
     optimizer = torch.optim.SGD([parameter := nn.Parameter(torch.ones(1))], lr=1.0)
     parameter.grad = torch.ones(1)
     skipped = [True, False]
-    hide_process_group_in_step(optimizer, [], lambda: None, is_skipped=lambda: skipped.pop(0))
+    hide_process_group_in_step(optimizer, is_skipped=lambda: skipped.pop(0))
     optimizer.step()
     assert parameter.tolist() == [1.0]
     optimizer.step()

@@ -4,12 +4,13 @@ from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from planner.core.errors import ModelError
+from planner.core.errors import ModelError, UsageError
 from planner.executor import Pipeline, StepRecord
 from planner.executor.keep.optimizer_state import OptimizerState
 from planner.model.optimizers import WholeModelOptimizer
@@ -102,6 +103,30 @@ def test_an_optimizer_of_the_script_is_checked_when_a_run_starts(tmp_path: Path)
     pipeline.balance = replace(pipeline.balance, balance=(3, 2))
     with pytest.raises(ModelError, match="reads all parameters"):
         pipeline.optimizer(ClippedSGD)
+    pipeline.close()
+
+
+def test_other_optimizers_may_only_step_within_one_of_the_pipeline(tmp_path: Path) -> None:
+    """Also after a step that failed, and after a step in another one."""
+    pipeline = Pipeline(balance_of(tmp_path, MODEL + OPTIMIZER))
+    inner, outer = (pipeline.optimizer(partial(torch.optim.SGD, lr=0.1)) for _ in range(2))
+    own = torch.optim.SGD(pipeline.meta_model.parameters(), lr=0.1)
+
+    def step_others(*_: Any) -> None:
+        inner.step()
+        own.step()
+
+    def fail(*_: Any) -> None:
+        raise ValueError("failed")
+
+    with pipeline.step(*pipeline.example_batch(0)):
+        outer.register_step_pre_hook(step_others)
+        outer.step()
+        outer.register_step_pre_hook(fail)
+        with pytest.raises(ValueError, match="failed"):
+            outer.step()
+        with pytest.raises(UsageError, match="has not made this SGD"):
+            own.step()
     pipeline.close()
 
 
