@@ -99,7 +99,7 @@ class UnsavedState:
     ) -> None:
         self._others = others
         self._modules = {path: m for path, m in _modules_of(stages).items() if not _has_extra_state(m)}
-        self._optimizer = optimizer
+        self._stages, self._optimizer = stages, optimizer
         self._at_start = numbers_in_attributes(self._modules)
         self._read = [
             f"{path}.{name}." for path, m in self._modules.items() for name in _attributes_read_first(type(m))
@@ -109,8 +109,9 @@ class UnsavedState:
 
     def late_tensors(self) -> list[str]:
         """Return the names of parameters and persistent buffers that layers have registered since the previous call."""
-        before, self._registered = self._registered, self._tensors()
-        return [name for name in self._registered if name not in before]
+        late = [name for name in self._tensors() if name not in self._registered]
+        self._registered |= dict.fromkeys(late)
+        return late
 
     def changed(self) -> list[str]:
         """Return the names of attributes and buffers that changed since the previous call; nothing at the first call.
@@ -128,11 +129,13 @@ class UnsavedState:
         return [name.removesuffix(TENSOR) for name, number in numbers.items() if number != before.get(name)]
 
     def _tensors(self) -> dict[str, None]:
+        # Not only the modules at the start: layers may also add modules.
         names = (
             f"{path}.{name}"
-            for path, module in self._modules.items()
-            for name in (*module._parameters, *module._buffers)
-            if name not in module._non_persistent_buffers_set
+            for stage in self._stages
+            for path, module, _ in stage.reachable_modules()
+            for name, tensor in (*module._parameters.items(), *module._buffers.items())
+            if tensor is not None and name not in module._non_persistent_buffers_set
         )
         return dict.fromkeys(names)
 

@@ -28,6 +28,7 @@ from planner.executor import Pipeline
 from planner.executor.checkpoints import Checkpoints
 from planner.executor.keep.json_state import to_json
 from planner.executor.keep.saved import latest_checkpoint
+from planner.executor.keep.unsaved import UnsavedState
 from planner.executor.run.loader import seeded_batches
 from tests.support.cli import MODEL
 from tests.unit.executor.test_pipeline import balance_of, edit
@@ -315,3 +316,32 @@ def test_batch_order_is_independent_of_other_draws() -> None:
     torch.manual_seed(2)
     next(seeded_batches(loader(), 7))
     assert torch.equal(torch.rand(1), before)
+
+
+STORED = """
+class Stored(nn.Linear):
+    def get_extra_state(self):
+        return {}
+
+    def set_extra_state(self, state):
+        pass
+
+def build_model():
+    model = nn.Sequential(nn.Linear(8, 8), Stored(8, 4))
+    model[0].register_buffer("empty", None)
+    return model
+"""
+
+
+def test_tensors_that_layers_register_in_training_are_named(tmp_path: Path) -> None:
+    """An empty buffer, a tensor of a new module, and one of a module with extra state."""
+    pipeline = Pipeline(balance_of(tmp_path, MODEL + STORED + GROUPS))
+    unsaved = UnsavedState(pipeline.modules, pipeline.optimizer(pipeline.model.build_optimizer))
+    assert unsaved.late_tensors() == []
+    layers = pipeline.modules[0].finished_modules()
+    layers["0"].empty = torch.zeros(1)
+    layers["0"].more = nn.PReLU()
+    layers["1"].register_buffer("late", torch.zeros(1))
+    pipeline.close()
+    assert unsaved.late_tensors() == ["0.empty", "0.more.weight", "1.late"]
+    assert unsaved.late_tensors() == []
