@@ -384,8 +384,11 @@ def _is_library_object(value: Any) -> bool:
 def is_user_module(module_name: str | None) -> bool:
     """Return True if a Python module is the user's own file, not of a package or the standard library."""
     top = (module_name or "").partition(".")[0]
-    # A module that imports another one when an attribute is read must not do this here.
-    file = getattr(sys.modules.get(module_name or ""), "__dict__", {}).get("__file__") or ""
+    attributes: dict[str, Any] = {}
+    with suppress(AttributeError):
+        # Reading any attribute in the usual way could import a lazy module, or another one.
+        attributes = object.__getattribute__(sys.modules.get(module_name or ""), "__dict__")
+    file = attributes.get("__file__") or ""
     # A user's file may have the name of a module of the standard library, so the path decides.
     is_installed = "site-packages" in file or "dist-packages" in file or file.startswith(_STANDARD_LIBRARY)
     return bool(file) and top not in _LIBRARIES and not is_installed

@@ -2,7 +2,7 @@
 
 import ctypes
 import functools
-import importlib
+import importlib.util
 import itertools
 import math
 import multiprocessing
@@ -251,8 +251,17 @@ def test_nan_equals_itself() -> None:
     assert numbers_of_attribute([0.0, torch.tensor(math.nan)]) != before
 
 
-def test_modules_that_import_others_lazily_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modules_that_import_others_lazily_are_left_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The other module may not be installed: the import would fail."""
+    (tmp_path / "late.py").write_text("raise ImportError")
+    spec = importlib.util.spec_from_file_location("late_module_of_a_test", tmp_path / "late.py")
+    assert spec is not None
+    assert spec.loader is not None
+    spec.loader = importlib.util.LazyLoader(spec.loader)
+    late = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, late)
+    spec.loader.exec_module(late)
+    assert is_user_module(spec.name)
 
     class Lazy(ModuleType):
         def __getattr__(self, name: str) -> Any:
