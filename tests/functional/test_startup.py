@@ -46,7 +46,7 @@ UNUSED = {
     ("check",): (
         *(*FACES, "planner.show.gate", "planner.show.terminal.tables", "rich.table"),
         *(
-            "planner.solve.progress",
+            "planner.solve.search_state",
             "planner.solve.explain",
             "planner.solve.questions.insight",
             "planner.solve.layers.stage_times",

@@ -22,7 +22,7 @@ from planner.solve.chain.chain_dp import CutDynamicProgram
 from planner.solve.chain.gpipe import TableWidth
 from planner.solve.chain.recurrences import OneForwardOneBackwardRecurrence
 from planner.solve.deadline import NEVER, Deadline
-from planner.solve.progress import BLOCK, SearchState, run_limited_search
+from planner.solve.search_state import BLOCK, SearchState, run_limited_search
 from planner.solve.space.case import Case
 from planner.solve.space.partitions import Evaluator, move_one_cut
 from planner.solve.space.problem import ChainProblem
@@ -49,27 +49,27 @@ def search_one_forward_one_backward(case: Case, *, upper_us: float = inf, deadli
     return run_limited_search(_search_all, case, upper_us=upper_us, deadline=deadline)
 
 
-def _search_all(progress: SearchState) -> None:
-    for num_stages in range(progress.case.num_devices, 0, -1):
+def _search_all(state: SearchState) -> None:
+    for num_stages in range(state.case.num_devices, 0, -1):
         # Fewer stages take longer.
-        if progress.case.least_step_us(num_stages) >= progress.upper_us or not _search_stages(progress, num_stages):
+        if state.case.least_step_us(num_stages) >= state.upper_us or not _search_stages(state, num_stages):
             return
 
 
-def _search_stages(progress: SearchState, num_stages: int) -> bool:
-    case, budget = progress.case, progress.budget
+def _search_stages(state: SearchState, num_stages: int) -> bool:
+    case, budget = state.case, state.budget
     recurrence = OneForwardOneBackwardRecurrence(case.micro_batches)
     evaluator = Evaluator(case, num_stages)
     table_width = TableWidth(case)
     # The lower bound covers stages in the tables only, so the tables must have all stages of faster plans.
-    while table_width.widen(progress.upper_us):
+    while table_width.widen(state.upper_us):
         cells = num_stages * (case.costs.num_layers + 1) * table_width.most_layers
         if not budget.try_reserve((_ORDER + 1) * evaluator.num_actions, cells // _CELLS):
-            progress.record_skipped(max(progress.case.least_step_us(num_stages), case.bound_us))
+            state.record_skipped(max(state.case.least_step_us(num_stages), case.bound_us))
             return False
         problem = case.chain_problem(num_stages, most_layers=table_width.most_layers, exact=True)
-        search = CutDynamicProgram(problem, recurrence, deadline=progress.deadline)
-        least = search.find_best(upper_us=progress.upper_us)
+        search = CutDynamicProgram(problem, recurrence, deadline=state.deadline)
+        least = search.find_best(upper_us=state.upper_us)
         if least is None:
             continue
         budget.spent += (_ORDER if budget.is_bounded else _FIRST_ORDER) * evaluator.num_actions
@@ -79,41 +79,41 @@ def _search_stages(progress: SearchState, num_stages: int) -> bool:
             search.prefixes.cuts_with_smallest_maximum("work"),
             search.prefixes.cuts_with_smallest_maximum("backward"),
         } - {None}:
-            if budget.left > 0 or progress.best is None:
-                _improve_cuts(progress, evaluator, problem, np.array([start]))
-        is_open = least.step_us < progress.upper_us * (1 - 1e-9)
-        if is_open and not _simulate_below(progress, evaluator, search):
-            progress.record_skipped(least.step_us)
+            if budget.left > 0 or state.best is None:
+                _improve_cuts(state, evaluator, problem, np.array([start]))
+        is_open = least.step_us < state.upper_us * (1 - 1e-9)
+        if is_open and not _simulate_below(state, evaluator, search):
+            state.record_skipped(least.step_us)
     return True
 
 
-def _simulate_below(progress: SearchState, evaluator: Evaluator, search: CutDynamicProgram) -> bool:
-    most = progress.budget.affordable_partitions(evaluator)
+def _simulate_below(state: SearchState, evaluator: Evaluator, search: CutDynamicProgram) -> bool:
+    most = state.budget.affordable_partitions(evaluator)
     if not most:
         return False
-    partitions, are_all = search.partitions_below(progress.upper_us, most)
+    partitions, are_all = search.partitions_below(state.upper_us, most)
     for start in range(0, len(partitions), BLOCK):
         block = partitions[start : start + BLOCK]
-        _simulate_fitting(progress, evaluator, np.array([p.cuts for p in block]), np.array([p.choices for p in block]))
+        _simulate_fitting(state, evaluator, np.array([p.cuts for p in block]), np.array([p.choices for p in block]))
     return are_all
 
 
-def _improve_cuts(progress: SearchState, evaluator: Evaluator, problem: ChainProblem, cuts: IntArray) -> None:
+def _improve_cuts(state: SearchState, evaluator: Evaluator, problem: ChainProblem, cuts: IntArray) -> None:
     before_us = inf
     for _ in range(_ROUNDS):
-        step_us = _simulate_fitting(progress, evaluator, cuts, _fastest_fitting_choices(problem, cuts))
+        step_us = _simulate_fitting(state, evaluator, cuts, _fastest_fitting_choices(problem, cuts))
         at = int(np.argmin(step_us)) if len(step_us) else 0
-        if not len(step_us) or not step_us[at] < before_us * (1 - SAME) or progress.budget.left <= 0:
+        if not len(step_us) or not step_us[at] < before_us * (1 - SAME) or state.budget.left <= 0:
             return
         before_us, current = float(step_us[at]), cuts[at]
         # A round of simulation is slow, so check the time limit before it.
-        progress.deadline.check()
+        state.deadline.check()
         cuts = move_one_cut(current)
 
 
-def _simulate_fitting(progress: SearchState, evaluator: Evaluator, cuts: IntArray, choices: IntArray) -> FloatArray:
+def _simulate_fitting(state: SearchState, evaluator: Evaluator, cuts: IntArray, choices: IntArray) -> FloatArray:
     # A choice other than `NO_CHOICE` comes from the problem's tables, so the stage fits.
-    return progress.simulate_fitting(evaluator, cuts, choices, np.asarray((choices != NO_CHOICE).all(axis=1)))
+    return state.simulate_fitting(evaluator, cuts, choices, np.asarray((choices != NO_CHOICE).all(axis=1)))
 
 
 def _fastest_fitting_choices(problem: ChainProblem, cuts: IntArray) -> IntArray:

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 from planner.core.extras import is_installed
 from planner.solve.chunks.search import linear_program_actions, solve_linear_program, start_cuts
 from planner.solve.deadline import Deadline, OutOfTimeError
-from planner.solve.progress import SearchState, SimulationBudget
+from planner.solve.search_state import SearchState, SimulationBudget
 from planner.solve.space.case import Case
 from planner.solve.space.partitions import Evaluator
 
@@ -84,10 +84,10 @@ def _raised_bounds(
         if not evaluator.can_run:
             continue
         enough_us = min((bound.least_us for bound in raised), default=upper_us)
-        progress = SearchState(case=bound.case, budget=SimulationBudget(None), deadline=deadline, upper_us=upper_us)
+        state = SearchState(case=bound.case, budget=SimulationBudget(None), deadline=deadline, upper_us=upper_us)
         try:
-            starts = start_cuts(progress, evaluator)
-            linear = solve_linear_program(progress, evaluator, starts, enough_us=enough_us)
+            starts = start_cuts(state, evaluator)
+            linear = solve_linear_program(state, evaluator, starts, enough_us=enough_us)
         except OutOfTimeError:
             return [], 0
         least_us = bound.least_us if linear is None else max(bound.least_us, linear.solution.bound_us)

@@ -14,7 +14,7 @@ from planner.core.cost.arrays import BoolArray, FloatArray, IntArray
 from planner.solve.answer import SAME
 from planner.solve.chunks.descent import BATCH, ROWS, Descent, PartitionCandidate
 from planner.solve.chunks.fitting import RecomputeFitter
-from planner.solve.progress import SearchState
+from planner.solve.search_state import SearchState
 from planner.solve.space.partitions import Evaluator
 
 _MOST_PICKED = 12
@@ -33,16 +33,16 @@ _PROMISING, _PROMISING_ALONE = 1.05, 1.25
 class CutSearch(Descent[PartitionCandidate]):
     """Local search over cuts and the recomputation of whole stages, for one number of devices."""
 
-    def __init__(self, progress: SearchState, evaluator: Evaluator, *, rows: int = ROWS, seed: int = 0) -> None:
-        super().__init__(progress, evaluator, rows=rows, seed=seed)
+    def __init__(self, state: SearchState, evaluator: Evaluator, *, rows: int = ROWS, seed: int = 0) -> None:
+        super().__init__(state, evaluator, rows=rows, seed=seed)
         self._fitting = RecomputeFitter(evaluator)
 
     def search(self, starts: Sequence[IntArray], most_actions: int) -> None:
-        """Improve several partitions by local search, and store the best plan found in `progress`.
+        """Improve several partitions by local search, and store the best plan found in `state`.
 
         `starts` has the cuts of each partition, shape (stages + 1,). At most `most_actions` are simulated.
         """
-        is_bounded = self.progress.budget.is_bounded
+        is_bounded = self.state.budget.is_bounded
         self.descend(
             (self._evaluate(cuts[None], self._fitting.least_recomputation(1)) for cuts in starts),
             most_actions,
@@ -51,7 +51,7 @@ class CutSearch(Descent[PartitionCandidate]):
         )
 
     def search_from(self, cuts: IntArray, choices: IntArray, most_actions: int) -> None:
-        """Improve one partition by local search, and store the best plan found in `progress`.
+        """Improve one partition by local search, and store the best plan found in `state`.
 
         Args:
             cuts: Cuts of the partition, shape (stages + 1,).
@@ -71,7 +71,7 @@ class CutSearch(Descent[PartitionCandidate]):
             step_us = self._step_us_after_moves(candidate, moves, cuts, choices)
             picked = np.argsort(step_us, kind="stable")[:_MOST_PICKED]
         else:
-            self.progress.budget.spent += self.evaluator.num_actions
+            self.state.budget.spent += self.evaluator.num_actions
             picked = np.argsort(self.evaluator.excess_bytes(cuts, choices).sum(axis=1), kind="stable")[:_MOST_PICKED]
         cuts, choices = cuts[picked], choices[picked]
         changed = (cuts[:, :-1] != candidate.cuts[:-1]) | (cuts[:, 1:] != candidate.cuts[1:])
@@ -84,7 +84,7 @@ class CutSearch(Descent[PartitionCandidate]):
         )
         some = has_less | (step_us[picked] < candidate.step_us * (1 - SAME))
         if not some.any():
-            self.progress.budget.spent += self.evaluator.num_actions + BATCH
+            self.state.budget.spent += self.evaluator.num_actions + BATCH
             return candidate
         return self._evaluate(cuts[some], choices[some], is_open[some], step_us[picked[some]])
 
@@ -92,7 +92,7 @@ class CutSearch(Descent[PartitionCandidate]):
         self, candidate: PartitionCandidate, moves: IntArray, cuts: IntArray, choices: IntArray
     ) -> FloatArray:
         # Restarts, and other searches of a case, often reach the same partition again.
-        self.progress.budget.count(self.evaluator, len(moves))
+        self.state.budget.count(self.evaluator, len(moves))
         key = candidate.cuts.tobytes() + candidate.choices.tobytes()
         known_us = self.evaluator.case.moved_us.setdefault(key, np.full(len(self.moves), np.nan))
         is_new = np.isnan(known_us[moves])
@@ -105,7 +105,7 @@ class CutSearch(Descent[PartitionCandidate]):
         # A change of the choices of one device is a move. Yield the best of each batch of these moves.
         choices = self._other_choices(candidate)
         for first in range(0, len(choices), ROWS):
-            self.progress.deadline.check()
+            self.state.deadline.check()
             some = choices[first : first + ROWS]
             yield self._evaluate(np.repeat(candidate.cuts[None], len(some), axis=0), some)
             if self.is_over:
@@ -142,12 +142,12 @@ class CutSearch(Descent[PartitionCandidate]):
             fitted, excess_bytes = self._fitting.fit(cuts, choices, is_open)
             known_us = None if known_us is None else np.where((fitted == choices).all(axis=1), known_us, np.nan)
             choices = fitted
-        self.progress.budget.spent += self.evaluator.num_actions + BATCH
+        self.state.budget.spent += self.evaluator.num_actions + BATCH
         over = excess_bytes.sum(axis=1)
         if over.min() > 0:
             at = int(over.argmin())
             return PartitionCandidate(cuts=cuts[at], choices=choices[at], excess_bytes=float(over[at]))
-        step_us = self.progress.simulate_fitting(self.evaluator, cuts, choices, over <= 0, known_us=known_us)
+        step_us = self.state.simulate_fitting(self.evaluator, cuts, choices, over <= 0, known_us=known_us)
         at = int(step_us.argmin())
         return PartitionCandidate(cuts=cuts[at], choices=choices[at], step_us=float(step_us[at]))
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from planner.core.cost.arrays import BoolArray, IntArray
 from planner.solve.answer import SAME
-from planner.solve.progress import SearchState
+from planner.solve.search_state import SearchState
 from planner.solve.space.partitions import Evaluator
 
 ROWS = 128
@@ -76,14 +76,14 @@ class Descent(ABC, Generic[CandidateT]):
     """Local search over cuts and recomputation for one number of devices. Subclasses choose the recomputation.
 
     Args:
-        progress: Best partition so far, and limits of the search.
+        state: Best partition so far, and limits of the search.
         evaluator: Evaluator for this number of devices.
         rows: Number of moves to simulate together.
         seed: Seed of the random order of moves.
     """
 
-    def __init__(self, progress: SearchState, evaluator: Evaluator, *, rows: int = ROWS, seed: int = 0) -> None:
-        self.progress, self.evaluator, self._rows = progress, evaluator, rows
+    def __init__(self, state: SearchState, evaluator: Evaluator, *, rows: int = ROWS, seed: int = 0) -> None:
+        self.state, self.evaluator, self._rows = state, evaluator, rows
         self.random = random.Random(seed)  # noqa: S311
         self.moves = cut_moves(evaluator.stages_by_device)[: None if evaluator.case.rules.balance is None else 0]
         self._ends = 0
@@ -106,7 +106,7 @@ class Descent(ABC, Generic[CandidateT]):
     @property
     def is_over(self) -> bool:
         """Return True if the limit on simulated actions is reached."""
-        return self.progress.budget.spent >= self._ends or self.progress.budget.left <= 0
+        return self.state.budget.spent >= self._ends or self.state.budget.left <= 0
 
     def descend(
         self, starts: Iterable[CandidateT], most_actions: int, *, most_restarts: int, promising: float = inf
@@ -120,13 +120,13 @@ class Descent(ABC, Generic[CandidateT]):
             promising: Limit on the best result's step time for restarts, as a multiple of `SearchState.upper_us`. If
                 the best result exceeds the memory limits, the search restarts anyway.
         """
-        begin, ordered = self.progress.budget.spent, sorted(starts, key=lambda start: start.sort_key)
+        begin, ordered = self.state.budget.spent, sorted(starts, key=lambda start: start.sort_key)
         batches = most_actions // (2 * self.evaluator.num_actions + BATCH)
-        if self.progress.budget.is_bounded and 2 < len(ordered) <= batches // _SHORT_BATCHES:
+        if self.state.budget.is_bounded and 2 < len(ordered) <= batches // _SHORT_BATCHES:
             # The budget may suffice for one descent only, so a short descent from each start shows the best one.
             short = []
             for start in ordered:
-                self._ends = self.progress.budget.spent + most_actions // (_SHORT_SHARE * len(ordered))
+                self._ends = self.state.budget.spent + most_actions // (_SHORT_SHARE * len(ordered))
                 short.append(self._downhill(start))
             ordered = sorted(short, key=lambda start: start.sort_key)
         self._ends = begin + most_actions
@@ -138,7 +138,7 @@ class Descent(ABC, Generic[CandidateT]):
                 break
         left = most_restarts
         while best is not None and left and not self.is_over:
-            if best.excess_bytes == 0 and best.step_us > self.progress.upper_us * promising:
+            if best.excess_bytes == 0 and best.step_us > self.state.upper_us * promising:
                 break
             candidate = self._downhill(self.perturb(best))
             left = most_restarts if candidate.beats(best) else left - 1
@@ -164,7 +164,7 @@ class Descent(ABC, Generic[CandidateT]):
         order = list(range(len(self.moves)))
         self.random.shuffle(order)
         for first in range(0, len(order), self._rows):
-            self.progress.deadline.check()
+            self.state.deadline.check()
             moves = np.array(order[first : first + self._rows])
             moves = moves[self._is_legal(candidate.cuts + self.moves[moves])]
             if len(moves):

@@ -32,7 +32,7 @@ from planner.solve.chunks.even_loads import cuts_with_even_loads
 from planner.solve.chunks.fitting import RecomputeFitter
 from planner.solve.chunks.linear_program import LinearProgram, approximate_num_constraints
 from planner.solve.deadline import NEVER, Deadline, OutOfTimeError
-from planner.solve.progress import BLOCK, SearchState, SimulationBudget, run_limited_search
+from planner.solve.search_state import BLOCK, SearchState, SimulationBudget, run_limited_search
 from planner.solve.space.case import Case, cuts_and_choices
 from planner.solve.space.partitions import Evaluator
 from planner.solve.space.prefixes import BoundedQuantity, PrefixBounds
@@ -96,35 +96,33 @@ def search_chunked_partitions(case: Case, *, upper_us: float = inf, deadline: De
     return run_limited_search(_search_all, case, upper_us=upper_us, deadline=deadline)
 
 
-def _search_all(progress: SearchState) -> None:
-    budget = progress.budget
+def _search_all(state: SearchState) -> None:
+    budget = state.budget
     bounds: list[_DeviceBound] = []
     try:
-        for evaluator, least_us in evaluators_by_devices(progress):
+        for evaluator, least_us in evaluators_by_devices(state):
             budget.spent += (_ORDER + _PEAK_POINTS) * evaluator.num_actions if budget.is_bounded else 0
-            if not _simulate_all(progress, evaluator):
+            if not _simulate_all(state, evaluator):
                 # The smallest bound counts. If no linear program raises one of them, no other needs to be raised.
                 is_raised = all(bound.linear is not None for bound in bounds)
-                enough_us = min(progress.deadline.enough_us, _enough_us(evaluator, bounds))
-                bounds.append(
-                    _improve(progress, evaluator, least_us, needs_linear_program=is_raised, enough_us=enough_us)
-                )
-        _branch_from_weakest(progress, bounds)
+                enough_us = min(state.deadline.enough_us, _enough_us(evaluator, bounds))
+                bounds.append(_improve(state, evaluator, least_us, needs_linear_program=is_raised, enough_us=enough_us))
+        _branch_from_weakest(state, bounds)
     finally:
-        progress.record_skipped(min((bound.least_us for bound in bounds), default=inf))
+        state.record_skipped(min((bound.least_us for bound in bounds), default=inf))
 
 
-def _branch_from_weakest(progress: SearchState, bounds: list["_DeviceBound"]) -> None:
+def _branch_from_weakest(state: SearchState, bounds: list["_DeviceBound"]) -> None:
     # Only the smallest bound counts, so branch and bound raises others only if they become the smallest one.
     branched: set[int] = set()
     while bounds:
         weakest = min(range(len(bounds)), key=lambda n: bounds[n].least_us)
         evaluator, least_us, linear = bounds[weakest]
-        enough_us = min(progress.step_to_beat_us, progress.deadline.enough_us)
+        enough_us = min(state.step_to_beat_us, state.deadline.enough_us)
         if linear is None or weakest in branched or least_us >= enough_us:
             return
         branched.add(weakest)
-        least_us = max(least_us, branch_and_bound_us(progress, evaluator, linear))
+        least_us = max(least_us, branch_and_bound_us(state, evaluator, linear))
         bounds[weakest] = _DeviceBound(evaluator, least_us, linear)
 
 
@@ -138,61 +136,61 @@ def improve_answer(answer: Answer, *, deadline: Deadline, descents: int = 0) -> 
     """
     start = answer.partition
     assert start is not None
-    progress = SearchState(case=answer.case, budget=SimulationBudget(None), deadline=deadline, upper_us=answer.step_us)
+    state = SearchState(case=answer.case, budget=SimulationBudget(None), deadline=deadline, upper_us=answer.step_us)
     with suppress(OutOfTimeError):
         evaluator = Evaluator(answer.case, start.num_devices)
-        CutSearch(progress, evaluator).search_from(*cuts_and_choices(start), _MOST_FROM_BEST)
-        starts = start_cuts(progress, evaluator) if descents else []
+        CutSearch(state, evaluator).search_from(*cuts_and_choices(start), _MOST_FROM_BEST)
+        starts = start_cuts(state, evaluator) if descents else []
         for seed in range(1, descents + 1):
-            search = CutSearch(progress, evaluator, rows=_rows(evaluator), seed=seed)
+            search = CutSearch(state, evaluator, rows=_rows(evaluator), seed=seed)
             search.search(starts, _MOST_OF_SEARCH_ALONE)
-    return answer if progress.best is None else answer._replace(partition=progress.best, step_us=progress.upper_us)
+    return answer if state.best is None else answer._replace(partition=state.best, step_us=state.upper_us)
 
 
-def evaluators_by_devices(progress: SearchState) -> Iterator[tuple[Evaluator, float]]:
+def evaluators_by_devices(state: SearchState) -> Iterator[tuple[Evaluator, float]]:
     """Yield an evaluator and a lower bound of the step time, for each number of devices that may have a better plan."""
-    case = progress.case
-    progress.deadline.check()
+    case = state.case
+    state.deadline.check()
     if case.is_too_large:
         return
     for num_devices in range(case.num_devices, 0, -1):
-        least_us = progress.rest_us = max(progress.case.least_step_us(num_devices), case.bound_us)
-        if least_us >= progress.step_to_beat_us:
+        least_us = state.rest_us = max(state.case.least_step_us(num_devices), case.bound_us)
+        if least_us >= state.step_to_beat_us:
             return
         evaluator = Evaluator(case, num_devices)
         cells = (case.costs.num_layers + 1) * evaluator.most_layers * len(evaluator.allowed)
-        if not progress.budget.try_reserve((_ORDER + _PEAK_POINTS + 1) * evaluator.num_actions, cells // _CELLS):
-            progress.record_skipped(least_us)
+        if not state.budget.try_reserve((_ORDER + _PEAK_POINTS + 1) * evaluator.num_actions, cells // _CELLS):
+            state.record_skipped(least_us)
             return
         if evaluator.can_run:
             yield evaluator, least_us
-    progress.rest_us = inf
+    state.rest_us = inf
 
 
-def _simulate_all(progress: SearchState, evaluator: Evaluator) -> bool:
+def _simulate_all(state: SearchState, evaluator: Evaluator) -> bool:
     fitting = RecomputeFitter(evaluator)
-    if evaluator.num_partitions > progress.budget.affordable_partitions(evaluator) or not fitting.is_exhaustive:
+    if evaluator.num_partitions > state.budget.affordable_partitions(evaluator) or not fitting.is_exhaustive:
         return False
     for block in all_cuts(evaluator):
         # More recomputation is never faster, so the least recomputation gives a lower bound.
         choices = fitting.least_recomputation(len(block))
-        cuts = block[progress.simulate(evaluator, block, choices) < progress.upper_us]
+        cuts = block[state.simulate(evaluator, block, choices) < state.upper_us]
         if not len(cuts):
             continue
         choices = choices[: len(cuts)]
         fits = np.asarray((evaluator.excess_bytes(cuts, choices) <= 0).all(axis=1))
-        progress.simulate_fitting(evaluator, cuts, choices, fits)
+        state.simulate_fitting(evaluator, cuts, choices, fits)
         for start in range(0, len(cuts) - fits.sum(), _CUTS_AT_ONCE):
             some = cuts[~fits][start : start + _CUTS_AT_ONCE]
-            if not _simulate_choices(progress, evaluator, fitting, some):
+            if not _simulate_choices(state, evaluator, fitting, some):
                 return False
     return True
 
 
-def _simulate_choices(progress: SearchState, evaluator: Evaluator, fitting: RecomputeFitter, cuts: IntArray) -> bool:
+def _simulate_choices(state: SearchState, evaluator: Evaluator, fitting: RecomputeFitter, cuts: IntArray) -> bool:
     minimal = fitting.minimal_combinations(cuts)
     counts = minimal.sum(axis=2).prod(axis=1, dtype=np.float64)
-    if counts.sum() > progress.budget.affordable_partitions(evaluator):
+    if counts.sum() > state.budget.affordable_partitions(evaluator):
         return False
     of_devices = [choice for one in minimal for choice in product(*map(np.flatnonzero, one))]
     every_choices = np.empty((len(of_devices), evaluator.num_stages), dtype=np.int64)
@@ -203,7 +201,7 @@ def _simulate_choices(progress: SearchState, evaluator: Evaluator, fitting: Reco
     for start in range(0, len(every_cuts), BLOCK):
         part = slice(start, start + BLOCK)
         some = every_cuts[part]
-        progress.simulate_fitting(evaluator, some, every_choices[part], np.full(len(some), True))
+        state.simulate_fitting(evaluator, some, every_choices[part], np.full(len(some), True))
     return True
 
 
@@ -220,16 +218,16 @@ def all_cuts(evaluator: Evaluator) -> Iterator[IntArray]:
             yield wanted
 
 
-def actions_per_descent(progress: SearchState, evaluator: Evaluator) -> int:
+def actions_per_descent(state: SearchState, evaluator: Evaluator) -> int:
     """Return the number of actions that one local search may simulate."""
     uses_all = evaluator.num_devices == evaluator.case.num_devices
-    if not progress.budget.is_bounded:
+    if not state.budget.is_bounded:
         return _MOST_OF_SEARCH_ALONE if uses_all else _MOST_OF_SEARCH_ALONE // _SHARE
     if uses_all:
         share = _LARGE_SHARE if _is_bound_by_work(evaluator) else 1 / 2
-        return min(_MOST_OF_SEARCH_ALONE, int(progress.budget.left * share))
+        return min(_MOST_OF_SEARCH_ALONE, int(state.budget.left * share))
     # Plans that leave devices unused are rarely fast.
-    return min(_MOST_OF_SEARCH, progress.budget.left // _SHARE)
+    return min(_MOST_OF_SEARCH, state.budget.left // _SHARE)
 
 
 class _DeviceBound(NamedTuple):
@@ -248,20 +246,20 @@ def _enough_us(evaluator: Evaluator, bounds: Sequence[_DeviceBound]) -> float:
 
 
 def _improve(
-    progress: SearchState, evaluator: Evaluator, least_us: float, *, needs_linear_program: bool, enough_us: float
+    state: SearchState, evaluator: Evaluator, least_us: float, *, needs_linear_program: bool, enough_us: float
 ) -> _DeviceBound:
-    starts = start_cuts(progress, evaluator)
+    starts = start_cuts(state, evaluator)
     needs_linear_program = needs_linear_program and least_us < enough_us
-    linear = solve_linear_program(progress, evaluator, starts, enough_us=enough_us) if needs_linear_program else None
+    linear = solve_linear_program(state, evaluator, starts, enough_us=enough_us) if needs_linear_program else None
     if linear is not None:
         least_us = max(least_us, linear.solution.bound_us)
-        if least_us >= progress.step_to_beat_us:
+        if least_us >= state.step_to_beat_us:
             return _DeviceBound(evaluator, least_us, linear)
     # If time runs out during this search, plans on fewer devices are not searched either.
     fewer = evaluator.num_devices - 1
-    fewer_us = max(progress.case.least_step_us(fewer), progress.case.bound_us) if fewer else inf
-    progress.rest_us = min(least_us, fewer_us)
-    CutSearch(progress, evaluator, rows=_rows(evaluator)).search(starts, actions_per_descent(progress, evaluator))
+    fewer_us = max(state.case.least_step_us(fewer), state.case.bound_us) if fewer else inf
+    state.rest_us = min(least_us, fewer_us)
+    CutSearch(state, evaluator, rows=_rows(evaluator)).search(starts, actions_per_descent(state, evaluator))
     return _DeviceBound(evaluator, least_us, linear)
 
 
@@ -283,56 +281,54 @@ class LinearBound(NamedTuple):
 
 
 def solve_linear_program(
-    progress: SearchState, evaluator: Evaluator, starts: Sequence[IntArray], *, enough_us: float = inf
+    state: SearchState, evaluator: Evaluator, starts: Sequence[IntArray], *, enough_us: float = inf
 ) -> LinearBound | None:
     """Return a lower bound of the step time of all partitions, from a linear program.
 
     Return None if the program takes too long, if cuts are fixed, or if HiGHS is not installed.
 
     Args:
-        progress: State of the search.
+        state: State of the search.
         evaluator: Evaluator for a number of devices.
         starts: Result of `start_cuts`.
         enough_us: Step time above which the lower bound need not be raised, in microseconds.
     """
-    budget = progress.budget
+    budget = state.budget
     size, actions = approximate_num_constraints(evaluator), linear_program_actions(evaluator)
     most = min(_MOST_OF_BOUND, budget.left // _SHARE) if budget.is_bounded else _MOST_OF_BOUND_ALONE
     if evaluator.case.rules.balance is not None or actions > most or not starts or not is_installed("highspy"):
         return None
     budget.spent += actions
-    scale_us = progress.upper_us if progress.upper_us < inf else evaluator.case.bound_us
+    scale_us = state.upper_us if state.upper_us < inf else evaluator.case.bound_us
     search = BranchAndBound(LinearProgram(evaluator, starts[0], scale_us=scale_us))
-    limit_s = _bound_limit_s(progress)
-    upper_us = min(progress.step_to_beat_us, enough_us)
+    limit_s = _bound_limit_s(state)
+    upper_us = min(state.step_to_beat_us, enough_us)
     first = search.solve_root(upper_us=upper_us, most_iterations=_ITERATIONS * size, limit_s=limit_s)
     return None if first is None else LinearBound(first, search)
 
 
-def branch_and_bound_us(progress: SearchState, evaluator: Evaluator, linear: LinearBound | None) -> float:
+def branch_and_bound_us(state: SearchState, evaluator: Evaluator, linear: LinearBound | None) -> float:
     """Return a lower bound of the step time from branch and bound, in microseconds.
 
     The result is 0 if `linear` is None, or if the request limits the number of simulated actions.
 
     Args:
-        progress: State of the search.
+        state: State of the search.
         evaluator: Evaluator for a number of devices.
         linear: Result of `solve_linear_program`.
     """
-    if linear is None or progress.budget.is_bounded:
+    if linear is None or state.budget.is_bounded:
         return 0.0
     size = approximate_num_constraints(evaluator)
     most = min(_BRANCHED * size, _MOST_BRANCHED // size)
-    return linear.branch_and_bound.branch(
-        progress.step_to_beat_us, most_iterations=most, limit_s=_bound_limit_s(progress)
-    )
+    return linear.branch_and_bound.branch(state.step_to_beat_us, most_iterations=most, limit_s=_bound_limit_s(state))
 
 
-def _bound_limit_s(progress: SearchState) -> float:
-    return max(_LEAST_S, progress.deadline.left_s / 4) if progress.deadline.is_limited else inf
+def _bound_limit_s(state: SearchState) -> float:
+    return max(_LEAST_S, state.deadline.left_s / 4) if state.deadline.is_limited else inf
 
 
-def start_cuts(progress: SearchState, evaluator: Evaluator) -> list[IntArray]:
+def start_cuts(state: SearchState, evaluator: Evaluator) -> list[IntArray]:
     """Return cuts from which searches start, such as even cuts; only the fixed cuts if the request fixes them."""
     case, num_stages = evaluator.case, evaluator.num_stages
     if case.rules.balance is not None:
@@ -344,7 +340,7 @@ def start_cuts(progress: SearchState, evaluator: Evaluator) -> list[IntArray]:
     single = replace(case, schedule=GPIPE, chunks=1, num_devices=num_stages, replicas=1, cluster=roomy)
     problem = single.chain_problem(num_stages, most_layers=evaluator.most_layers, exact=True)
     backward = {"backward": BoundedQuantity(np.maximum, lambda stages: stages.backward)}
-    cuts = PrefixBounds(problem, backward, deadline=progress.deadline).cuts_with_smallest_maximum("backward")
+    cuts = PrefixBounds(problem, backward, deadline=state.deadline).cuts_with_smallest_maximum("backward")
     starts += [] if cuts is None else [np.array(cuts)]
     if starts and num_stages > 1 and _is_bound_by_work(evaluator):
         starts.append(cuts_with_even_loads(evaluator, starts[0]))

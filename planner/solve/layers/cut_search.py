@@ -20,7 +20,7 @@ from planner.core.cost.stage_time import LAYERS
 from planner.solve.answer import SAME
 from planner.solve.chunks.descent import BATCH, Descent, PartitionCandidate
 from planner.solve.layers.devices import Recomputation, RecomputeSearch
-from planner.solve.progress import SearchState
+from planner.solve.search_state import SearchState
 from planner.solve.space.case import Case, cuts_and_choices
 from planner.solve.space.partitions import Evaluator
 
@@ -49,12 +49,12 @@ class LayerRecomputeCandidate(PartitionCandidate):
 
 
 def simulate_candidates(
-    progress: SearchState, evaluator: Evaluator, candidates: Sequence[LayerRecomputeCandidate]
+    state: SearchState, evaluator: Evaluator, candidates: Sequence[LayerRecomputeCandidate]
 ) -> list[LayerRecomputeCandidate]:
     """Simulate the candidates that fit into memory, and record the fastest one if it beats the best partition so far.
 
     Args:
-        progress: Best partition so far, and budget of the search.
+        state: Best partition so far, and budget of the search.
         evaluator: Evaluator for the candidates' number of devices.
         candidates: Candidates to simulate.
 
@@ -67,15 +67,15 @@ def simulate_candidates(
     cuts, choices, layers_us = (
         np.stack([getattr(candidate, name) for candidate in fitting]) for name in ("cuts", "choices", "layers_us")
     )
-    step_us = progress.simulate(evaluator, cuts, choices, layers_us)
+    step_us = state.simulate(evaluator, cuts, choices, layers_us)
     timed = [replace(candidate, step_us=float(time)) for candidate, time in zip(fitting, step_us, strict=True)]
     best = min(timed, key=attrgetter("step_us"))
     # Rounding makes equal times differ slightly. Keep the first of equal partitions.
-    if best.step_us < progress.upper_us * (1 - SAME):
+    if best.step_us < state.upper_us * (1 - SAME):
         partition = best.partition(evaluator.case)
         # The memory of a candidate is approximate, so check the exact memory.
         if _fits(evaluator, partition):
-            progress.upper_us, progress.best = best.step_us, partition
+            state.upper_us, state.best = best.step_us, partition
     return timed + [candidate for candidate in candidates if candidate.excess_bytes > 0]
 
 
@@ -91,8 +91,8 @@ def _fits(evaluator: Evaluator, partition: Partition) -> bool:
 class CutAndLayerSearch(Descent[LayerRecomputeCandidate]):
     """Local search over cuts and recomputed layers for one number of devices."""
 
-    def __init__(self, progress: SearchState, evaluator: Evaluator, devices: RecomputeSearch) -> None:
-        super().__init__(progress, evaluator)
+    def __init__(self, state: SearchState, evaluator: Evaluator, devices: RecomputeSearch) -> None:
+        super().__init__(state, evaluator)
         self._devices = devices
         costs = evaluator.case.costs
         self._forward_us = np.where(costs.has_backward, costs.forward_us, 0.0)
@@ -135,14 +135,14 @@ class CutAndLayerSearch(Descent[LayerRecomputeCandidate]):
     def pick_best(self, candidate: LayerRecomputeCandidate, moves: IntArray) -> LayerRecomputeCandidate:
         cuts = candidate.cuts + self.moves[moves]
         if candidate.excess_bytes > 0:
-            self.progress.budget.spent += self.evaluator.num_actions
+            self.state.budget.spent += self.evaluator.num_actions
             least = np.full((len(cuts), self.evaluator.num_stages), self.evaluator.allowed[-1])
             order = np.argsort(self.evaluator.excess_bytes(cuts, least).sum(axis=1), kind="stable")
         else:
             before = np.cumsum([0.0, *np.where(self._is_recomputed(candidate), self._forward_us, 0.0)])
             layers_us: FloatArray = before[cuts[:, 1:]] - before[cuts[:, :-1]]
             choices = np.full(layers_us.shape, LAYERS)
-            order = np.argsort(self.progress.simulate(self.evaluator, cuts, choices, layers_us), kind="stable")
+            order = np.argsort(self.state.simulate(self.evaluator, cuts, choices, layers_us), kind="stable")
         return min(self.evaluate(list(cuts[order[:_MOST_PICKED]])), key=attrgetter("sort_key"))
 
     def other_recomputations(self, candidate: LayerRecomputeCandidate) -> Iterator[LayerRecomputeCandidate]:
@@ -194,11 +194,11 @@ class CutAndLayerSearch(Descent[LayerRecomputeCandidate]):
     def _recomputations(self, cuts: IntArray) -> Iterator[tuple[Recomputation, ...]]:
         for device in range(self.evaluator.num_devices):
             # Choosing layers may take long.
-            self.progress.deadline.check()
+            self.state.deadline.check()
             before = self._devices.num_solved
             yield self._devices.recomputations(device, cuts)
-            self.progress.budget.spent += _SOLVED * (self._devices.num_solved - before)
+            self.state.budget.spent += _SOLVED * (self._devices.num_solved - before)
 
     def _simulate(self, candidates: Sequence[LayerRecomputeCandidate]) -> list[LayerRecomputeCandidate]:
-        self.progress.budget.spent += BATCH
-        return simulate_candidates(self.progress, self.evaluator, candidates)
+        self.state.budget.spent += BATCH
+        return simulate_candidates(self.state, self.evaluator, candidates)

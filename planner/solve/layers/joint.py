@@ -28,7 +28,7 @@ from planner.solve.deadline import NEVER, Deadline, OutOfTimeError
 from planner.solve.layers.cut_search import CutAndLayerSearch, LayerRecomputeCandidate, simulate_candidates
 from planner.solve.layers.devices import RecomputeSearch
 from planner.solve.layers.stage_times import RecomputeTimes
-from planner.solve.progress import BLOCK, SearchState
+from planner.solve.search_state import BLOCK, SearchState
 from planner.solve.space.case import Case
 from planner.solve.space.partitions import Evaluator
 
@@ -88,7 +88,7 @@ def _best_cuts(case: Case, most_layers: int, upper_us: float, deadline: Deadline
     return best
 
 
-def search_one_forward_one_backward_by_layers(progress: SearchState, initial: Partition | None) -> None:
+def search_one_forward_one_backward_by_layers(state: SearchState, initial: Partition | None) -> None:
     """Search partitions under 1F1B, with recomputation chosen layer by layer.
 
     `initial` is a partition to start from, which recomputes whole stages; or None.
@@ -96,38 +96,38 @@ def search_one_forward_one_backward_by_layers(progress: SearchState, initial: Pa
     Raises:
         OutOfTimeError: The deadline passed.
     """
-    layers = RecomputeTimes(progress.case.costs)
-    case = replace(progress.case, least_recompute_us=layers.table)
+    layers = RecomputeTimes(state.case.costs)
+    case = replace(state.case, least_recompute_us=layers.table)
     for num_stages in range(case.num_devices, 0, -1):
         # Fewer stages take longer.
-        if progress.case.least_step_us(num_stages) >= progress.upper_us:
+        if state.case.least_step_us(num_stages) >= state.upper_us:
             return
         initial_here = initial if initial is not None and len(initial.balance) == num_stages else None
-        if not _StageCountSearch(progress, Evaluator(case, num_stages), layers).run(initial_here):
+        if not _StageCountSearch(state, Evaluator(case, num_stages), layers).run(initial_here):
             return
 
 
 class _StageCountSearch:
-    def __init__(self, progress: SearchState, evaluator: Evaluator, layers: RecomputeTimes) -> None:
-        self._progress, self._evaluator, self._layers = progress, evaluator, layers
+    def __init__(self, state: SearchState, evaluator: Evaluator, layers: RecomputeTimes) -> None:
+        self._state, self._evaluator, self._layers = state, evaluator, layers
         self._case = evaluator.case
         self._recurrence = OneForwardOneBackwardRecurrence(self._case.micro_batches)
-        self._cuts = CutAndLayerSearch(progress, evaluator, RecomputeSearch(evaluator))
+        self._cuts = CutAndLayerSearch(state, evaluator, RecomputeSearch(evaluator))
 
     def run(self, initial: Partition | None) -> bool:
-        progress, budget, case = self._progress, self._progress.budget, self._case
+        state, budget, case = self._state, self._state.budget, self._case
         table_width = TableWidth(case)
         # The lower bound covers stages in the tables only, so the tables must have all stages of faster plans.
-        while table_width.widen(progress.upper_us):
+        while table_width.widen(state.upper_us):
             cells = self._evaluator.num_stages * (case.costs.num_layers + 1) * table_width.most_layers
             if not budget.try_reserve((_ORDER + 1) * self._evaluator.num_actions, cells // _CELLS):
-                self._cuts.search([], actions_per_descent(progress, self._evaluator), initial)
-                progress.record_skipped(max(progress.case.least_step_us(self._evaluator.num_stages), case.bound_us))
+                self._cuts.search([], actions_per_descent(state, self._evaluator), initial)
+                state.record_skipped(max(state.case.least_step_us(self._evaluator.num_stages), case.bound_us))
                 return False
             least, search = self._least(table_width.most_layers)
             if least is None:
                 continue
-            is_open = least.step_us < progress.upper_us * (1 - 1e-9)
+            is_open = least.step_us < state.upper_us * (1 - 1e-9)
             if is_open and not self._simulate_below(search):
                 starts = {
                     least.cuts,
@@ -135,43 +135,43 @@ class _StageCountSearch:
                     search.prefixes.cuts_with_smallest_maximum("backward"),
                 }
                 some = [np.array(start) for start in sorted(filter(None, starts)) if min(np.diff(start)) > 0]
-                self._cuts.search(some, actions_per_descent(progress, self._evaluator), initial)
-                progress.record_skipped(least.step_us)
+                self._cuts.search(some, actions_per_descent(state, self._evaluator), initial)
+                state.record_skipped(least.step_us)
         return True
 
     def _least(self, most_layers: int) -> tuple[ChainCuts | None, CutDynamicProgram]:
         least: ChainCuts | None = None
-        for _ in range(_FEW_ROUNDS if self._progress.budget.is_bounded else _ROUNDS):
+        for _ in range(_FEW_ROUNDS if self._state.budget.is_bounded else _ROUNDS):
             problem = self._case.chain_problem(self._evaluator.num_stages, most_layers=most_layers, exact=True)
-            search = CutDynamicProgram(problem, self._recurrence, deadline=self._progress.deadline)
-            least = search.find_best(upper_us=self._progress.upper_us)
+            search = CutDynamicProgram(problem, self._recurrence, deadline=self._state.deadline)
+            least = search.find_best(upper_us=self._state.upper_us)
             solved = self._layers.num_solved_stages
             if least is None:
                 break
-            candidate = _solve_layers(self._case, self._layers, least, self._progress.deadline)
-            simulate_candidates(self._progress, self._evaluator, [candidate] if candidate else [])
+            candidate = _solve_layers(self._case, self._layers, least, self._state.deadline)
+            simulate_candidates(self._state, self._evaluator, [candidate] if candidate else [])
             if self._layers.num_solved_stages == solved:
                 break
         return least, search
 
     def _simulate_below(self, search: CutDynamicProgram) -> bool:
-        progress = self._progress
-        most = progress.budget.affordable_partitions(self._evaluator)
+        state = self._state
+        most = state.budget.affordable_partitions(self._evaluator)
         if not most:
             return False
-        partitions, are_all = search.partitions_below(progress.upper_us, most)
+        partitions, are_all = search.partitions_below(state.upper_us, most)
         to_solve = {
             (k, *each.cuts[k : k + 2])
             for each in partitions
             for k, choice in enumerate(each.choices)
             if choice == LAYERS
         }
-        if len(to_solve) > (_FEW_SOLVED if progress.budget.is_bounded else _MOST_SOLVED):
+        if len(to_solve) > (_FEW_SOLVED if state.budget.is_bounded else _MOST_SOLVED):
             return False
         for start in range(0, len(partitions), BLOCK):
             block = partitions[start : start + BLOCK]
-            candidates = (_solve_layers(self._case, self._layers, cuts, progress.deadline) for cuts in block)
-            simulate_candidates(progress, self._evaluator, [each for each in candidates if each is not None])
+            candidates = (_solve_layers(self._case, self._layers, cuts, state.deadline) for cuts in block)
+            simulate_candidates(state, self._evaluator, [each for each in candidates if each is not None])
         return are_all
 
 

@@ -24,7 +24,7 @@ from planner.solve.deadline import NEVER, Deadline
 from planner.solve.layers.cut_search import CutAndLayerSearch
 from planner.solve.layers.devices import RecomputeSearch
 from planner.solve.layers.joint import search_gpipe_by_layers, search_one_forward_one_backward_by_layers
-from planner.solve.progress import SearchState, run_limited_search
+from planner.solve.search_state import SearchState, run_limited_search
 from planner.solve.space.case import Case
 from planner.solve.space.partitions import Evaluator
 from planner.solve.space.tables import max_stage_layers
@@ -60,10 +60,10 @@ def search_layer_recomputation(
     return run_limited_search(partial(search, initial=initial), case, upper_us=upper_us, deadline=deadline)
 
 
-def _search_devices(progress: SearchState, initial: Partition | None) -> None:
-    for evaluator, least_us in evaluators_by_devices(progress):
+def _search_devices(state: SearchState, initial: Partition | None) -> None:
+    for evaluator, least_us in evaluators_by_devices(state):
         initial_here = initial if initial is not None and initial.num_devices == evaluator.num_devices else None
-        progress.record_skipped(_search(progress, evaluator, least_us, initial_here))
+        state.record_skipped(_search(state, evaluator, least_us, initial_here))
 
 
 def _surely_fits_without_recomputation(case: Case, upper_us: float) -> bool:
@@ -94,55 +94,55 @@ def _holds_all(evaluator: Evaluator, most_layers: int) -> bool:
     return all(most <= limit for most, limit in zip(held, evaluator.case.limits_bytes, strict=False))
 
 
-def _choose_layers_under_order(progress: SearchState, initial: Partition | None) -> None:
-    progress.deadline.check()
-    progress.record_skipped(progress.case.bound_us)
+def _choose_layers_under_order(state: SearchState, initial: Partition | None) -> None:
+    state.deadline.check()
+    state.record_skipped(state.case.bound_us)
     if initial is None:
         return
-    evaluator = Evaluator(progress.case, initial.num_devices).with_schedule(initial.schedule_object)
-    CutAndLayerSearch(progress, evaluator, RecomputeSearch(evaluator)).search(
-        [], actions_per_descent(progress, evaluator), initial
+    evaluator = Evaluator(state.case, initial.num_devices).with_schedule(initial.schedule_object)
+    CutAndLayerSearch(state, evaluator, RecomputeSearch(evaluator)).search(
+        [], actions_per_descent(state, evaluator), initial
     )
 
 
-def _search(progress: SearchState, evaluator: Evaluator, least_us: float, initial: Partition | None) -> float:
-    search = CutAndLayerSearch(progress, evaluator, RecomputeSearch(evaluator))
-    starts = start_cuts(progress, evaluator)
-    one_by_one_us = _simulate_all(progress, evaluator, search)
+def _search(state: SearchState, evaluator: Evaluator, least_us: float, initial: Partition | None) -> float:
+    search = CutAndLayerSearch(state, evaluator, RecomputeSearch(evaluator))
+    starts = start_cuts(state, evaluator)
+    one_by_one_us = _simulate_all(state, evaluator, search)
     least_us = max(least_us, one_by_one_us)
-    linear = solve_linear_program(progress, evaluator, starts) if least_us < progress.upper_us else None
+    linear = solve_linear_program(state, evaluator, starts) if least_us < state.upper_us else None
     if linear is not None:
         least_us = max(least_us, linear.solution.bound_us)
         starts = starts if linear.solution.cuts is None else [linear.solution.cuts, *starts]
-    if least_us >= progress.step_to_beat_us:
+    if least_us >= state.step_to_beat_us:
         return least_us
-    search.search(starts, actions_per_descent(progress, evaluator), initial)
-    return max(least_us, branch_and_bound_us(progress, evaluator, linear))
+    search.search(starts, actions_per_descent(state, evaluator), initial)
+    return max(least_us, branch_and_bound_us(state, evaluator, linear))
 
 
-def _simulate_all(progress: SearchState, evaluator: Evaluator, search: CutAndLayerSearch) -> float:
-    budget = progress.budget
+def _simulate_all(state: SearchState, evaluator: Evaluator, search: CutAndLayerSearch) -> float:
+    budget = state.budget
     if evaluator.num_partitions > budget.affordable_partitions(evaluator):
         return 0.0
     ends = budget.spent + max(0, budget.left) // _SHARE
-    step_us, cuts = _partitions_that_need_recomputation(progress, evaluator)
+    step_us, cuts = _partitions_that_need_recomputation(state, evaluator)
     for at in range(len(cuts)):
-        if step_us[at] >= progress.upper_us or budget.spent >= ends:
+        if step_us[at] >= state.upper_us or budget.spent >= ends:
             break
         search.evaluate([cuts[at]])
     # No partition that needs recomputation is faster than the fastest one without it.
     return float(step_us[0]) if len(cuts) else inf
 
 
-def _partitions_that_need_recomputation(progress: SearchState, evaluator: Evaluator) -> tuple[FloatArray, IntArray]:
+def _partitions_that_need_recomputation(state: SearchState, evaluator: Evaluator) -> tuple[FloatArray, IntArray]:
     times: list[FloatArray] = []
     partitions: list[IntArray] = []
     for cuts in all_cuts(evaluator):
         choices = np.full((len(cuts), evaluator.num_stages), evaluator.allowed[0])
-        step_us = progress.simulate(evaluator, cuts, choices)
+        step_us = state.simulate(evaluator, cuts, choices)
         fits = np.asarray((evaluator.excess_bytes(cuts, choices) <= 0).all(axis=1))
-        progress.simulate_fitting(evaluator, cuts, choices, fits & (step_us < progress.upper_us))
-        is_open = ~fits & (step_us < progress.upper_us)
+        state.simulate_fitting(evaluator, cuts, choices, fits & (step_us < state.upper_us))
+        is_open = ~fits & (step_us < state.upper_us)
         times.append(step_us[is_open])
         partitions.append(cuts[is_open])
     if not times:

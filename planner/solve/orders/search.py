@@ -25,7 +25,7 @@ from planner.solve.deadline import NEVER, Deadline
 from planner.solve.orders.order_problem import OrderProblem, approximate_stage_memory
 from planner.solve.orders.order_search import OrderSearch, SimulatedOrder, is_split_backward_costless
 from planner.solve.orders.period_bound import least_round_trip_us, lower_bound_of_all_cuts_us
-from planner.solve.progress import SearchState, run_limited_search
+from planner.solve.search_state import SearchState, run_limited_search
 from planner.solve.space.case import Case, cuts_and_choices
 from planner.solve.space.partitions import Evaluator
 
@@ -66,30 +66,30 @@ def search_orders(
     return run_limited_search(partial(_search_all, start=start), case, upper_us=upper_us, deadline=deadline)
 
 
-def _search_all(progress: SearchState, start: Partition | None) -> None:
-    case = progress.case
+def _search_all(state: SearchState, start: Partition | None) -> None:
+    case = state.case
     if case.is_too_large:
         return
     trip_us = least_round_trip_us(case)
     for num_devices in range(case.num_devices, 0, -1):
-        least_us = max(progress.case.least_step_us(num_devices), case.bound_us, trip_us)
-        if least_us >= progress.upper_us or progress.budget.left <= 0:
-            progress.record_skipped(least_us)
+        least_us = max(state.case.least_step_us(num_devices), case.bound_us, trip_us)
+        if least_us >= state.upper_us or state.budget.left <= 0:
+            state.record_skipped(least_us)
             return
         evaluator = Evaluator(case, num_devices)
         if evaluator.has_enough_layers and start is not None:
             if start.num_devices == num_devices:
-                _JointSearch(progress, evaluator).improve(start)
-            progress.record_skipped(least_us)
+                _JointSearch(state, evaluator).improve(start)
+            state.record_skipped(least_us)
         elif evaluator.has_enough_layers:
-            _JointSearch(progress, evaluator).search()
-            of_all_us = lower_bound_of_all_cuts_us(evaluator, progress.upper_us, progress.budget.spent // _OF_BOUND)
-            progress.record_skipped(max(least_us, of_all_us))
+            _JointSearch(state, evaluator).search()
+            of_all_us = lower_bound_of_all_cuts_us(evaluator, state.upper_us, state.budget.spent // _OF_BOUND)
+            state.record_skipped(max(least_us, of_all_us))
 
 
 class _JointSearch:
-    def __init__(self, progress: SearchState, evaluator: Evaluator) -> None:
-        self._progress, self._evaluator = progress, evaluator
+    def __init__(self, state: SearchState, evaluator: Evaluator) -> None:
+        self._state, self._evaluator = state, evaluator
         self._named = _named_schedule_evaluators(evaluator)
         self._known_orders = [named.actions for named in self._named]
         self._start: Rows | None = None
@@ -106,13 +106,13 @@ class _JointSearch:
         self._kinds = (not start.schedule_object.splits_backward,)
         self._alternate(cuts_and_choices(start))
         if self._refuses_most_orders:
-            most_actions = self._progress.budget.spent // _STRICT_SHARE
+            most_actions = self._state.budget.spent // _STRICT_SHARE
             for _ in range(_ROUNDS):
-                if self._improve_without_lookahead(self._progress.best or start, most_actions) <= _GAIN:
+                if self._improve_without_lookahead(self._state.best or start, most_actions) <= _GAIN:
                     break
 
     def search(self) -> None:
-        even = start_cuts(self._progress, self._evaluator)
+        even = start_cuts(self._state, self._evaluator)
         for named in self._named:
             best = self._improve_cuts(named, even)
             if best is not None:
@@ -127,16 +127,16 @@ class _JointSearch:
     def _alternate(self, partition: CutsAndChoices) -> bool:
         before_us = inf
         for _ in range(_ROUNDS):
-            self._progress.deadline.check()
+            self._state.deadline.check()
             order = self._find_order(partition)
             if order is None:
                 break
             self._start = None if self._start is None else order.rows
             under_order = self._evaluator.with_schedule(ListedSchedule(order.rows))
             cuts, choices = partition
-            self._progress.simulate_fitting(under_order, cuts[None], choices[None], np.array([True]))
+            self._state.simulate_fitting(under_order, cuts[None], choices[None], np.array([True]))
             is_better, before_us = order.period_us < before_us * (1 - 1e-9), order.period_us
-            if not is_better or self._progress.budget.left <= 0:
+            if not is_better or self._state.budget.left <= 0:
                 break
             better = self._improve_cuts(under_order, [partition[0]])
             if better is None:
@@ -145,32 +145,32 @@ class _JointSearch:
         return before_us < inf
 
     def _improve_cuts(self, evaluator: Evaluator, starts: Sequence[IntArray]) -> CutsAndChoices | None:
-        progress = self._progress
-        own = SearchState(case=evaluator.case, budget=progress.budget, deadline=progress.deadline, upper_us=inf)
-        CutSearch(own, evaluator).search(starts, max(0, progress.budget.left) // _SHARE)
+        state = self._state
+        own = SearchState(case=evaluator.case, budget=state.budget, deadline=state.deadline, upper_us=inf)
+        CutSearch(own, evaluator).search(starts, max(0, state.budget.left) // _SHARE)
         if own.best is None:
             return None
-        if own.upper_us < progress.upper_us * (1 - SAME):
-            progress.upper_us, progress.best = own.upper_us, own.best
+        if own.upper_us < state.upper_us * (1 - SAME):
+            state.upper_us, state.best = own.upper_us, own.best
         return cuts_and_choices(own.best)
 
     def _improve_without_lookahead(self, best: Partition, most_actions: int) -> float:
         # Return the relative gain.
-        self._progress.deadline.check()
-        before_us = self._progress.upper_us
+        self._state.deadline.check()
+        before_us = self._state.upper_us
         cuts, choices = cuts_and_choices(best)
         problem = _order_problem(self._evaluator, cuts, choices, is_whole=self._kinds[0])
         search = OrderSearch(problem, partial(self._evaluator.fits, cuts, choices))
-        budget = self._progress.budget
+        budget = self._state.budget
         order = search.improve_without_lookahead(best.actions(), most_actions)
         budget.spent += search.spent
         if order is not None:
             under_order = self._evaluator.with_schedule(ListedSchedule(order.rows))
-            self._progress.simulate_fitting(under_order, cuts[None], choices[None], np.array([True]))
-        return 1 - self._progress.upper_us / before_us
+            self._state.simulate_fitting(under_order, cuts[None], choices[None], np.array([True]))
+        return 1 - self._state.upper_us / before_us
 
     def _find_order(self, partition: CutsAndChoices) -> SimulatedOrder | None:
-        evaluator, budget = self._evaluator, self._progress.budget
+        evaluator, budget = self._evaluator, self._state.budget
         fits = partial(evaluator.fits, *partition)
 
         # Whole backwards need no memory between I and W, and may be faster than I and W together.

@@ -26,10 +26,10 @@ from planner.solve.chunks import search as chunks_search
 from planner.solve.chunks.cut_search import CutSearch
 from planner.solve.chunks.search import start_cuts
 from planner.solve.deadline import NEVER
-from planner.solve.progress import SearchState, SimulationBudget
 from planner.solve.questions import insight
 from planner.solve.questions.faster import find_faster_schedule_plan, plan_with_replicas
 from planner.solve.request import MOST_ACTIONS_OF_AUTO
+from planner.solve.search_state import SearchState, SimulationBudget
 from planner.solve.space import partitions
 from planner.solve.space.case import Case
 from planner.solve.space.partitions import Evaluator
@@ -301,13 +301,13 @@ def test_descent_starts_from_the_fastest_start() -> None:
     inputs = replace(inputs_of(4, 8), schedule="zbv", chunks=0)
     (case,) = cases_of(uneven(2), Request(inputs=inputs, micro_batches=8))
     evaluator = Evaluator(case, 4)
-    slow, fast = np.array([0, 1, 2, 3, 4, 5, 6, 7, 16]), start_cuts(progress(case), evaluator)[0]
+    slow, fast = np.array([0, 1, 2, 3, 4, 5, 6, 7, 16]), start_cuts(empty_state(case), evaluator)[0]
     for starts in ([slow, fast], [fast, slow]):
-        CutSearch(state := progress(case), evaluator).search(starts, 1)
+        CutSearch(state := empty_state(case), evaluator).search(starts, 1)
         assert state.upper_us == evaluator.step_us(fast[None], np.zeros((1, 8), dtype=np.int64))[0]
 
 
-def progress(case: Case) -> SearchState:
+def empty_state(case: Case) -> SearchState:
     """Return the state of a search without results."""
     return SearchState(case=case, budget=SimulationBudget(None), deadline=NEVER, upper_us=inf)
 

@@ -12,7 +12,7 @@ from planner.solve import Request
 from planner.solve.cases import cases_of
 from planner.solve.chunks import search
 from planner.solve.deadline import NEVER
-from planner.solve.progress import SearchState, SimulationBudget
+from planner.solve.search_state import SearchState, SimulationBudget
 from tests.support.chains import chain, layer
 from tests.support.profiles import inputs_of
 from tests.unit.solve.chunks.test_search import SEVERAL, bounds_of, evaluator_of, every_partition, limits_of

@@ -12,7 +12,7 @@ from planner.solve.chunks.cut_search import CutSearch
 from planner.solve.chunks.descent import PartitionCandidate
 from planner.solve.chunks.fitting import RecomputeFitter
 from planner.solve.deadline import NEVER
-from planner.solve.progress import SearchState, SimulationBudget
+from planner.solve.search_state import SearchState, SimulationBudget
 from planner.solve.space.partitions import Evaluator
 from tests.support.chains import heavy_chain
 from tests.support.profiles import UNLIMITED, inputs_of
@@ -28,8 +28,8 @@ def evaluator_of(memory_bytes: int = UNLIMITED) -> Evaluator:
 
 def search_of(evaluator: Evaluator, most_actions: int | None = None) -> CutSearch:
     """Return a search that has not found a plan."""
-    progress = SearchState(case=evaluator.case, budget=SimulationBudget(most_actions), deadline=NEVER, upper_us=np.inf)
-    return CutSearch(progress, evaluator)
+    state = SearchState(case=evaluator.case, budget=SimulationBudget(most_actions), deadline=NEVER, upper_us=np.inf)
+    return CutSearch(state, evaluator)
 
 
 def candidate_of(evaluator: Evaluator, choices: np.ndarray) -> PartitionCandidate:
@@ -75,7 +75,7 @@ def test_moves_of_a_partition_are_simulated_once(monkeypatch: pytest.MonkeyPatch
     best = [search.pick_best(candidate, short_moves(search)) for search in searches]
     assert simulated == [6]
     assert best[0].step_us == best[1].step_us
-    assert searches[0].progress.budget.spent == searches[1].progress.budget.spent > 0
+    assert searches[0].state.budget.spent == searches[1].state.budget.spent > 0
 
 
 def test_other_recomputations_recompute_less_and_fit() -> None:

@@ -13,7 +13,7 @@ from planner.solve.cases import cases_of
 from planner.solve.chunks import even_loads, search
 from planner.solve.chunks.even_loads import cuts_with_even_loads
 from planner.solve.deadline import NEVER
-from planner.solve.progress import SearchState, SimulationBudget
+from planner.solve.search_state import SearchState, SimulationBudget
 from planner.solve.space.partitions import Evaluator
 from tests.support.chains import chain, layer
 from tests.support.profiles import inputs_of

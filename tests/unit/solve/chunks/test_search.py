@@ -27,8 +27,8 @@ from planner.solve.chunks.search import all_cuts
 from planner.solve.deadline import NEVER, Deadline
 from planner.solve.layers.cut_search import CutAndLayerSearch
 from planner.solve.layers.devices import RecomputeSearch
-from planner.solve.progress import SearchState, SimulationBudget
 from planner.solve.questions import insight
+from planner.solve.search_state import SearchState, SimulationBudget
 from planner.solve.space.partitions import Evaluator
 from tests.support.chains import chain, heavy_chain, layer, random_profile
 from tests.support.profiles import UNLIMITED, inputs_of
@@ -216,8 +216,8 @@ def test_no_move_of_a_batch_is_simulated_twice(monkeypatch: pytest.MonkeyPatch) 
         simulated.extend(row.tobytes() for row in np.concatenate([cuts, choices], axis=1))
         return original(self, cuts, choices, *more)
 
-    progress = SearchState(case=evaluator.case, budget=SimulationBudget(None), deadline=NEVER, upper_us=np.inf)
-    descent = CutSearch(progress, evaluator)
+    state = SearchState(case=evaluator.case, budget=SimulationBudget(None), deadline=NEVER, upper_us=np.inf)
+    descent = CutSearch(state, evaluator)
     start = PartitionCandidate(cuts=np.array([0, 2, 4, 6, 7]), choices=np.zeros(4, dtype=np.int64))
     monkeypatch.setattr(Evaluator, "step_us", record)
     moves = np.flatnonzero((descent.moves.min(axis=1) == -1) & (descent.moves.sum(axis=1) == -1))
@@ -310,8 +310,8 @@ def test_bound_with_per_layer_recomputation_is_at_most_every_plan(schedule: Sche
     assert loose is not None
     for cap in list(limits_of(loose))[:2]:
         evaluator = evaluator_of(schedule, seed, cap, recompute="layers")
-        progress = SearchState(case=evaluator.case, budget=SimulationBudget(None), deadline=NEVER, upper_us=np.inf)
-        search = CutAndLayerSearch(progress, evaluator, RecomputeSearch(evaluator))
+        state = SearchState(case=evaluator.case, budget=SimulationBudget(None), deadline=NEVER, upper_us=np.inf)
+        search = CutAndLayerSearch(state, evaluator, RecomputeSearch(evaluator))
         places = search.evaluate([cuts for block in all_cuts(evaluator) for cuts in block])
         best_us = min(place.step_us for place in places)
         search = bounds_of(evaluator, 1000.0)

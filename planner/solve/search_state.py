@@ -181,15 +181,13 @@ def run_limited_search(
     Raises:
         OutOfTimeError: `deadline` passed before anything was found, and `upper_us` is infinite.
     """
-    progress = SearchState(
-        case=case, budget=SimulationBudget(deadline.most_actions), deadline=deadline, upper_us=upper_us
-    )
+    state = SearchState(case=case, budget=SimulationBudget(deadline.most_actions), deadline=deadline, upper_us=upper_us)
     try:
-        search(progress)
+        search(state)
     except OutOfTimeError:
-        if progress.best is None and upper_us == inf:
+        if state.best is None and upper_us == inf:
             raise
-        progress.record_skipped(max(progress.rest_us, case.bound_us))
-    bound_us = min(progress.bound_us, progress.upper_us)
-    step_us = inf if progress.best is None else progress.upper_us
-    return Answer(case, progress.best, step_us, bound_us, "simulated", progress.budget.spent)
+        state.record_skipped(max(state.rest_us, case.bound_us))
+    bound_us = min(state.bound_us, state.upper_us)
+    step_us = inf if state.best is None else state.upper_us
+    return Answer(case, state.best, step_us, bound_us, "simulated", state.budget.spent)
