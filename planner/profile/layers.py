@@ -46,6 +46,8 @@ class BackendResult:
     optimizer_peaks_add: bool
     """True if the temporary memory of an update grows with the number of parameters, not only with the largest one."""
     layers: tuple[LayerProfile, ...]
+    round_ratios: tuple[float, float] = (1.0, 1.0)
+    """Values of `Profile.fast_round_ratio` and `Profile.slow_round_ratio`."""
 
 
 def layer_profiles(task: ProfilingTask, costs: MeasuredCosts) -> tuple[LayerProfile, ...]:

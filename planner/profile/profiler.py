@@ -103,6 +103,8 @@ def profile_model(
         optimizer=loaded.optimizer_name,
         optimizer_peak="sum" if measured.optimizer_peaks_add else "largest",
         micro_batch_sizes=measured.sizes,
+        fast_round_ratio=measured.round_ratios[0],
+        slow_round_ratio=measured.round_ratios[1],
         layers=measured.layers,
     )
 

@@ -10,7 +10,7 @@ import gc
 import math
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain, cycle, filterfalse, islice
@@ -172,6 +172,21 @@ def median_times(samples: Sequence[tuple[float, float]]) -> LayerTimes:
     half_width = 1.96 * statistics.stdev(both) / len(both) ** 0.5
     forward_us, backward_us = (median_us(times) for times in zip(*samples, strict=True))
     return LayerTimes(forward_us=forward_us, backward_us=backward_us, spread=half_width / mean if mean else 0.0)
+
+
+def round_ratios(samples: Iterable[Sequence[tuple[float, float]]]) -> tuple[float, float]:
+    """Return the 10th and the 90th percentile of the times of all rounds, divided by their median.
+
+    A round runs every layer once with every micro-batch size. Its time varies where the machine is slower for some
+    seconds, such as a virtual machine with busy neighbors. `LayerTimes.spread` does not show this: it is the error of a
+    mean of independent repeats.
+
+    Args:
+        samples: For every layer and micro-batch size, the repeats (forward, backward), in the order of the rounds.
+    """
+    rounds_us = [sum(map(sum, repeats)) for repeats in zip(*samples, strict=False)]
+    low_us, median, high_us = np.percentile(rounds_us, (10, 50, 90)).tolist()
+    return (round(low_us / median, 3), round(high_us / median, 3)) if median else (1.0, 1.0)
 
 
 def layer_entry_times_us(

@@ -165,7 +165,12 @@ def fullest_profile() -> Profile:
     """Return the profile with the same layers divided between two and between four GPUs."""
     profile = full_profile()
     return replace(
-        profile, tensor_parallel=2, expert_parallel=2, widths=(WidthCosts(tensor_parallel=4, layers=profile.layers),)
+        profile,
+        tensor_parallel=2,
+        expert_parallel=2,
+        fast_round_ratio=0.95,
+        slow_round_ratio=1.25,
+        widths=(WidthCosts(tensor_parallel=4, layers=profile.layers),),
     )
 
 

@@ -92,8 +92,10 @@ class Certainty:
     """Smallest and largest ratio of measured to predicted step time in earlier runs; None without earlier runs."""
     sampling: float = 0.0
     """Sampling error of the step time, from the spread of repeated measurements; divided by the step time."""
+    round_ratios: tuple[float, float] = (1.0, 1.0)
+    """Values of `Profile.fast_round_ratio` and `Profile.slow_round_ratio`."""
     step_us: tuple[float, float] | None = None
-    """Range of the step time in microseconds, from `step_ratio` and `sampling`."""
+    """Range of the step time in microseconds, from `step_ratio`, `round_ratios` and `sampling`."""
     peak_ratio: float | None = None
     """Largest ratio of measured to predicted peak in earlier runs; None without earlier runs."""
     allocator_ratio: float = 1.0
@@ -110,7 +112,8 @@ def certainty_of(plan: Plan, profile: Profile) -> Certainty:
         source, step_ratio, range_us = f"{profile.device.how} for {profile.device.kind}", None, None
     else:
         source, step_ratio = errors.source, (errors.least, errors.most)
-        range_us = (step_us * errors.least / (1 + sampling), step_us * errors.most * (1 + sampling))
+        least, most = errors.least * profile.fast_round_ratio, errors.most * profile.slow_round_ratio
+        range_us = (step_us * least / (1 + sampling), step_us * most * (1 + sampling))
     if profile.expert_parallel > 1:
         source += _EXCHANGE
     ratio, reserved = _peak_ratios(profile)
@@ -118,6 +121,7 @@ def certainty_of(plan: Plan, profile: Profile) -> Certainty:
         source=source,
         step_ratio=step_ratio,
         sampling=sampling,
+        round_ratios=(profile.fast_round_ratio, profile.slow_round_ratio),
         step_us=range_us,
         peak_ratio=ratio,
         allocator_ratio=reserved,

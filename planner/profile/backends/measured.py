@@ -35,6 +35,7 @@ from planner.profile.timing import (
     measure_times,
     measured_split_times,
     median_times,
+    round_ratios,
     statistics_update_us,
     time_uncertainty,
 )
@@ -105,6 +106,7 @@ class MeasuredBackend:
             sizes=records.sizes,
             optimizer_peaks_add=has_additive_peaks(largest.module, task.whole_optimizer(), meter=meter),
             layers=layer_profiles(task, costs),
+            round_ratios=round_ratios([task.measurements.samples[key] for key in records.inputs]),
         )
 
 

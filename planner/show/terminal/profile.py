@@ -15,6 +15,7 @@ from planner.core.values.units import format_bytes, pluralize
 from planner.show.terminal.rendering import BLANK, heading, render, wrap_items
 from planner.show.terminal.style import Style
 from planner.show.terminal.tables import TextColumn, rich_table
+from planner.show.views.certainty import speed_words
 from planner.show.views.numbers import NOTHING, TimeUnit, format_count, layer_range, percent
 
 _WIDE = 84
@@ -167,6 +168,8 @@ def _notes(profile: Profile, style: Style) -> list[Text]:
         spread, name, n = max(spreads)
         at = f"{printable(name)} at micro-batch size {profile.micro_batch_sizes[n]}"
         notes.append(Text(f"least certain time: {at}, ±{percent(spread)}", style="dim"))
+    if varied := speed_words(profile.fast_round_ratio, profile.slow_round_ratio):
+        notes.append(Text(varied, style="dim"))
     return notes
 
 

@@ -102,7 +102,9 @@ def accuracy_words(certainty: Certainty) -> str:
         least, most = (_signed(ratio) for ratio in certainty.step_ratio)
         words.append(f"earlier step predictions were off by {least} to {most}")
     if certainty.sampling:
-        words.append(f"layer times vary by ±{percent(certainty.sampling)}")
+        words.append(f"layer times are known to ±{percent(certainty.sampling)}")
+    if varied := speed_words(*certainty.round_ratios):
+        words.append(varied)
     if certainty.peak_ratio is None:
         words.append("no similar peak was measured")
     else:
@@ -110,6 +112,20 @@ def accuracy_words(certainty: Certainty) -> str:
     if certainty.peak_ratio is not None and certainty.allocator_ratio > 1:
         words.append(f"PyTorch reserves up to {percent(certainty.allocator_ratio - 1)} more")
     return "; ".join(words)
+
+
+def speed_words(fast_ratio: float, slow_ratio: float) -> str:
+    """Return a phrase about a device whose speed varied by more than 10 % during `profile`, else an empty string.
+
+    The arguments are `Profile.fast_round_ratio` and `Profile.slow_round_ratio`.
+    """
+    if max(1 / fast_ratio, slow_ratio) <= _STEADY_RATIO:
+        return ""
+    return f"the device's speed varied: passes over all layers took {_signed(fast_ratio)} to {_signed(slow_ratio)}"
+
+
+_STEADY_RATIO = 1.1
+"""Largest ratio of times for which `speed_words` returns an empty string."""
 
 
 def num_certain_decimals(low: float, high: float) -> int:

@@ -148,6 +148,14 @@ def test_step_range_combines_rows_and_repeats():
     assert certainty_of(plan, apart).sampling == pytest.approx(0.1 / sqrt(2))
 
 
+def test_step_range_is_as_wide_as_the_devices_speed_varied():
+    profile, plan = on()
+    steady, varying = (
+        certainty_of(plan, each) for each in (profile, replace(profile, fast_round_ratio=0.8, slow_round_ratio=1.5))
+    )
+    assert varying.step_us == pytest.approx((0.8 * steady.step_us[0], 1.5 * steady.step_us[1]))
+
+
 def test_sampling_error_uses_the_layers_of_the_plans_width():
     profile, _ = on()
     calm = tuple(replace(layer, spread=(0.02,)) for layer in profile.layers)

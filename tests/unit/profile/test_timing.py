@@ -20,7 +20,7 @@ from planner.profile import passes, records, timing
 from planner.profile.backends import measured
 from planner.profile.profiler import InterruptedProfileError, profile_model
 from planner.profile.task import Measurements, ProfilerOptions
-from planner.profile.timing import layer_entry_times_us, measure_times, time_uncertainty
+from planner.profile.timing import layer_entry_times_us, measure_times, round_ratios, time_uncertainty
 from planner.profile.units import LayerToMeasure, MeasurementInput
 from tests.support.measure import loaded_model, profile_of_model
 
@@ -146,6 +146,16 @@ def test_uncertainty_falls_with_repeats_and_with_independent_layers() -> None:
     worst = {("a", 1): scattered(1e6, 0.1, 10), ("a", 2): scattered(1e6, 0.0, 10)}
     assert time_uncertainty(["a"], worst) == few
     assert time_uncertainty(["a"], {("a", 1): scattered(1.0, 0.5, 10)}) < 0.01
+
+
+def test_rounds_show_slow_seconds_of_the_machine() -> None:
+    """Repeats of one layer that vary while others do not, change a round only by their share of it."""
+    speeds = [1.0] * 12 + [1.5] * 8
+    samples = {key: [(us * each, 2 * us * each) for each in speeds] for key, us in (("a", 1e3), ("b", 9e3))}
+    assert round_ratios(samples.values()) == (1.0, 1.5)
+    samples["b"] = [(9e3, 18e3)] * 20
+    assert round_ratios(samples.values()) == (1.0, pytest.approx(1.05))
+    assert round_ratios([[(0.0, 0.0)] * 3]) == (1.0, 1.0)
 
 
 def test_large_layers_are_timed_without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:

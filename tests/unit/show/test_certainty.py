@@ -94,6 +94,12 @@ def test_peak_is_shown_with_its_upper_end():
     assert "at most" not in peak_words(planned, OPEN)
 
 
+def test_a_device_of_varying_speed_is_mentioned():
+    varying = replace(OPEN, round_ratios=(0.95, 1.32))
+    assert "; the device's speed varied: passes over all layers took -5.0 % to +32.0 %; " in accuracy_words(varying)
+    assert "speed" not in accuracy_words(replace(OPEN, round_ratios=(0.95, 1.08)))
+
+
 def test_an_upper_end_below_the_limit_is_not_shown_above_it():
     limit = 104 * MIB + MIB // 2
     planned = plan((1, 3, 2))
