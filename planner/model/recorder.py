@@ -194,10 +194,10 @@ class _ForwardRecorder:
         received = {self.recording.values[number][0] for number in inputs}
         made = {data["storage"] for data in self.recording.flow.nodes.values() if data["created"] < 0}
         there = {n for memory, n in self._storages.values() if n in made and not memory.expired()}
-        names = {n: self._held[n][0] if n in self._held else "a tensor in no module" for n in there - received}
         now = {self._storage(buffer) for buffer in model.buffers()}
-        gone = {n: names[n].rpartition(".")[0] for n in self._buffers.keys() - now}
-        return names, gone
+        gone = self._buffers.keys() - now  # `buffer.data = ...` frees the memory that the buffer had before
+        names = {n: self._held[n][0] if n in self._held else "a tensor in no module" for n in there - received | gone}
+        return names, {n: names[n].rpartition(".")[0] for n in gone}
 
     def left_in_attributes(self, model: nn.Module) -> dict[AttributeKey, list[Tensor]]:
         left: dict[AttributeKey, list[Tensor]] = {}

@@ -100,6 +100,23 @@ def test_hooks_of_the_model_may_read_its_tensors() -> None:
     assert recording.operators[0].model_tensors == ("mean",)
 
 
+class Averaging(nn.Linear):
+    """Layer that gives its buffer new memory, as the first forward of an activation normalization does."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, value: Tensor) -> Tensor:
+        self.mean.data = 0.9 * self.mean + 0.1 * value.detach().mean(0)
+        return super().forward(value) - self.mean
+
+
+def test_a_buffer_with_new_memory_is_a_changed_buffer() -> None:
+    recording = record(nn.Sequential(Averaging(), nn.Linear(8, 8)), (torch.ones(2, 8),), ghosts=False)
+    assert [state.name for state in recording.states] == ["0.mean"]
+
+
 class ShiftsInputs(nn.Module):
     """Shifts token ids between two towers, as a T5 that classifies tokens does."""
 
