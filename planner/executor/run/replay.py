@@ -119,6 +119,8 @@ class _Snapshot(NamedTuple):
     numbers: list[Any]
     structure: list[Any]
     """Numbers of hooks, classes of submodules, and `id()` of trained parameters, of all modules."""
+    versions: list[int]
+    """Autograd's version counters of trained parameters."""
 
 
 class LayerState:
@@ -140,6 +142,8 @@ class LayerState:
         self._last: _Snapshot | None = None
         self._rewritten: set[tuple[int, str]] = set()
         """Keys of the entries that a forward has changed. Later forwards do not compare their values."""
+        self._writes_parameters: bool | None = None
+        """True if the first forward wrote into trained parameters. `profile` has then compared such recomputations."""
 
     def release_snapshot(self) -> None:
         """Release the last snapshot."""
@@ -158,7 +162,9 @@ class LayerState:
             numbers = last.numbers
         else:
             numbers = [value if type(value) in NUMBERS else ABSENT for value in numbers]
-        self._last = _Snapshot(tensors, numbers, self._structure())
+        trained = self._trained()
+        versions = [parameter._version for parameter in trained]
+        self._last = _Snapshot(tensors, numbers, self._structure(trained), versions)
         return self._last
 
     def restore(self, snapshot: _Snapshot) -> None:
@@ -178,6 +184,8 @@ class LayerState:
             with _explained_resizing():
                 result = run(*arguments)
             self._note_changes(snapshot.tensors)
+            if self._writes_parameters is None:
+                self._writes_parameters = [each._version for each in self._trained()] != snapshot.versions
             before.append(snapshot)
             return result
 
@@ -190,12 +198,14 @@ class LayerState:
         buffers = [module._buffers for module in self._modules]
         return [*map(len, buffers), *chain.from_iterable(buffers)]
 
-    def _structure(self) -> list[Any]:
-        submodules = chain.from_iterable(map(dict.values, self._submodules))
-        parameters = chain.from_iterable(map(dict.values, self._parameters))
+    def _trained(self) -> list[nn.Parameter]:
         # Frozen parameters are state, which a forward may replace.
-        trained = [id(each) for each in parameters if each is not None and each.requires_grad]
-        return [*map(len, filter(None, self._hooks)), *map(type, submodules), *trained]
+        parameters = chain.from_iterable(map(dict.values, self._parameters))
+        return [each for each in parameters if each is not None and each.requires_grad]
+
+    def _structure(self, trained: list[nn.Parameter]) -> list[Any]:
+        submodules = chain.from_iterable(map(dict.values, self._submodules))
+        return [*map(len, filter(None, self._hooks)), *map(type, submodules), *map(id, trained)]
 
     def _values(self) -> list[Any]:
         # Reading each value with `StateLocation.value` takes several times as long.
@@ -226,7 +236,8 @@ class LayerState:
     def _in_state_of(self, snapshot: _Snapshot) -> Iterator[None]:
         # `now` is the state to restore after the recomputation, which begins with `snapshot`.
         now = self.snapshot()
-        if now.structure != snapshot.structure:
+        is_written = now.versions != snapshot.versions and not self._writes_parameters
+        if is_written or now.structure != snapshot.structure:
             raise ModelError(
                 "`forward` has changed a module's hooks, submodules or trained parameters: earlier micro-batches used "
                 "the old ones, so they cannot be recomputed",

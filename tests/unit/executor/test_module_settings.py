@@ -115,7 +115,12 @@ def _tie(layer: nn.Sequential) -> None:
     layer[0].weight = nn.Parameter(torch.ones(2, 2))
 
 
-@pytest.mark.parametrize("change", [_add_hook, _freeze, _replace, _tie])
+def _write(layer: nn.Sequential) -> None:
+    with torch.no_grad():
+        layer[0].weight.zero_()
+
+
+@pytest.mark.parametrize("change", [_add_hook, _freeze, _replace, _tie, _write])
 def test_a_layer_that_has_changed_is_not_recomputed(change: Callable[[nn.Sequential], None]) -> None:
     layer = nn.Sequential(nn.Linear(2, 2))
     value: Tensor = torch.ones(1, 2)
@@ -124,3 +129,13 @@ def test_a_layer_that_has_changed_is_not_recomputed(change: Callable[[nn.Sequent
     change(layer)
     with pytest.raises(ModelError, match="has changed a module's hooks, submodules or trained parameters"):
         run(value)
+
+
+def test_a_layer_that_writes_its_weight_in_every_forward_is_recomputed() -> None:
+    layer = nn.Embedding(4, 2, max_norm=0.5)
+    rows = torch.arange(4)
+    state = LayerState([("0", layer)])
+    first, second = state.with_same_state(layer), state.with_same_state(layer)
+    result = first(rows)
+    second(rows)
+    assert torch.equal(first(rows), result)
