@@ -16,6 +16,7 @@ import torch.distributed.nn.functional
 from planner.core.errors import UsageError
 from planner.core.values.balance import Balance, balance_path_for_processes
 from planner.device.kinds import DEVICE_KINDS, kind_of
+from planner.executor.model_file import ModelFile
 from planner.executor.run.placement import ProcessPlace, gather_from_all_ranks, process_place
 from planner.executor.watch.activity import ANY, RankActivity
 from planner.executor.watch.failure import FailureWatch
@@ -87,8 +88,8 @@ def _read_balance_for(path: Path, num_processes: int) -> Balance:
 def load_planned_model(balance: Balance, folder: Path) -> LoadedModel:
     """Load the model file that a balance configuration in `folder` names, in the planned precision."""
     path, colon, entry = balance.model.source.rpartition(":")
-    source = f"{os.path.relpath(folder / path)}{colon}{entry}"
-    return reload_model(source, balance.model, balance.dtype, optimizer=balance.optimizer)
+    source, file = f"{os.path.relpath(folder / path)}{colon}{entry}", ModelFile(folder / path)
+    return file.load(lambda: reload_model(source, balance.model, balance.dtype, optimizer=balance.optimizer))
 
 
 def join_process_group(job: RankJob, timeout_s: float) -> bool:

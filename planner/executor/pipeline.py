@@ -21,6 +21,7 @@ from planner.executor.measure.recorder import RunRecorder
 from planner.executor.measure.reporting import run_report
 from planner.executor.measure.step_record import OnStep
 from planner.executor.mini_batches import MiniBatches
+from planner.executor.model_file import ModelFile
 from planner.executor.run.evaluation import EvaluationResult, Metrics
 from planner.executor.run.placement import ProcessGroups
 from planner.executor.trainer import Trainer
@@ -83,11 +84,16 @@ class Pipeline:
         # The recorder must exist before this process allocates memory.
         self._recorder = RunRecorder(job.device)
         self._is_joined = False
+        self._num_taken = 0
+        """Number of mini-batches that `batches` has yielded in the whole run. A step may take none, or several."""
+        self._resumed_after: int | None = None
+        """Number of mini-batches that a checkpoint's run had taken, until `batches` yields the next one."""
         try:
             seed_process(seed)  # before the model file is imported, because the import may build the model
             # The model's path in a balance configuration is relative to the configuration's folder.
             folder = Path() if isinstance(balance_path, Balance) else Path(balance_path).parent
             self.model, structure = built or (load_planned_model(job.balance, folder), None)
+            self._model_file = ModelFile(Path(self.model.source.rpartition(":")[0]))
             with self._recorder.paused():  # a thread of gloo may be the last to release memory of joining
                 self._is_joined = join_process_group(job, timeout_s)
             groups = ProcessGroups.of(job.place)
@@ -159,6 +165,7 @@ class Pipeline:
             ModelError: The optimizer's step reads all parameters at once, or `build` needs values of parameters of
                 other ranks.
         """
+        self._trainer.check_parameters()
         whole, is_divided = list(self.meta_model.parameters()), self.balance.num_stages > 1
         with self._trainer.own_optimizers.paused():  # an optimizer may call `step()` when it is built
             if is_divided and build is not self.model.build_optimizer:
@@ -184,12 +191,15 @@ class Pipeline:
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state for a checkpoint, without the model's tensors."""
-        return {**self._trainer.state_dict(), "loader": self._mini_batches.state_dict()}
+        state = {**self._trainer.state_dict(), "loader": self._mini_batches.state_dict()}
+        return state if self._num_taken in (0, self.step_index) else {**state, "num_taken": self._num_taken}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state that `state_dict` returned."""
         self._trainer.load_state_dict(state)
         self._mini_batches.load_state_dict(state["loader"])
+        self._resumed_after = state.get("num_taken")
+        self._num_taken = self._resumed_after or 0
 
     def batches(self, steps: int, loader: Iterable[Any] | None = None) -> Iterator[Batch]:
         """Yield this rank's parts of the mini-batches, from the current step to the last step.
@@ -203,13 +213,17 @@ class Pipeline:
         Raises:
             UsageError: The loader is not the one that a resumed run had, or it is empty.
         """
-        batches = self._mini_batches.batches_of_steps(self.step_index, steps, loader)
+        begin = self.step_index if self._resumed_after is None else self._resumed_after
+        batches = self._mini_batches.batches_of_steps(begin, steps, loader)
+        self._num_taken = begin
         # The loader draws random numbers only after the check. No variable may hold a mini-batch through its step.
         yield from iter(lambda: self._next_of(batches), None)
 
     def _next_of(self, batches: Iterator[Batch]) -> Batch | None:
-        self._trainer.check_random_draws()
-        return next(batches, None)
+        batch = self._trainer.next_batch(batches)
+        if batch is not None:
+            self._resumed_after, self._num_taken = None, self._num_taken + 1
+        return batch
 
     def own_part(self, inputs: Any, targets: Any) -> Batch:
         """Return the samples of this rank's replica. Every rank passes the same mini-batch.
@@ -247,6 +261,7 @@ class Pipeline:
 
         Gradients and loss are those of one mini-batch with all samples.
         """
+        self._model_file.check_functions()
         return self._trainer.step(batches)
 
     def clip_gradients(self, max_norm: float) -> float:

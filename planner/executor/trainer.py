@@ -10,6 +10,7 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from planner.core.errors import ModelError, UsageError
 from planner.executor.build.assembly import ProcessStages
@@ -35,7 +36,9 @@ from planner.executor.run.script_changes import ScriptChangeRecorder
 from planner.executor.watch.activity import ANY
 from planner.model.autocast import autocast_dtype
 from planner.model.load import Batch
+from planner.model.optimizer_scope import step_hooks
 from planner.model.process_group import hide_process_group_in_step
+from planner.model.shared_memory import has_hooks
 
 
 class Trainer:
@@ -75,6 +78,9 @@ class Trainer:
             ModelError: The last micro-batch of a mini-batch is too small for a layer.
             TrainingError: Another rank does not begin this step.
         """
+        self._script.check_before_step()
+        if len(self.losses) < 2:
+            self.check_parameters()
         pieces = [list(self._mini_batches.parts(Batch(inputs, targets))) for inputs, targets in batches]
         for part in chain.from_iterable(pieces):
             self._make_engine(part)
@@ -99,7 +105,7 @@ class Trainer:
             optimizer: Optimizer of this rank.
             check: Function to call before each step; None for no check.
         """
-        held = ref(optimizer)
+        held, hooks = ref(optimizer), step_hooks(optimizer)
         self._optimizers.append(held)
         # Other optimizers may set rates in `step()`, and only those of groups that are not empty on this rank.
         num_groups = len(optimizer.param_groups) if type(optimizer).__module__.startswith("torch.optim") else 0
@@ -107,8 +113,14 @@ class Trainer:
         @contextmanager
         def recorded_step() -> Iterator[None]:
             optimizer = held()
+            if optimizer is not None and self._job.place.num_devices > 1 and step_hooks(optimizer) != hooks:
+                raise UsageError(
+                    f"the script has added a hook to the {type(optimizer).__name__} of `pipeline.optimizer`, and what "
+                    "the hook changes on this rank is not checked",
+                    hint="add it in the function passed to `pipeline.optimizer`, or call it in the loop",
+                )
             groups = [] if optimizer is None else optimizer.param_groups[:num_groups]
-            self._script.begin_optimizer_step([g["lr"] for g in groups if isinstance(g.get("lr"), float)])
+            self._script.begin_optimizer_step([_numbers_of(group) for group in groups])
             try:
                 with self.own_optimizers.paused():
                     if check is not None:
@@ -162,9 +174,30 @@ class Trainer:
         self._job.activity.begin("between steps")
         return EvaluationResult(loss=loss, metrics=means, outputs=observed.outputs())
 
-    def check_random_draws(self) -> None:
-        """Raise a `UsageError` if the script has both drawn random numbers and changed weights since the last step."""
+    def check_parameters(self) -> None:
+        """Raise a `UsageError` if the script has added a parameter, or a hook that gets only a part of a gradient."""
+        known = set(map(id, self._parameters.values()))
+        for name, parameter in self._assembly.named_parameters():
+            if id(parameter) not in known:
+                raise UsageError(
+                    f'the script has added the parameter "{name}" to a stage: optimizers and checkpoints of the '
+                    "pipeline do not include it",
+                    hint="let `build_model` return the model with all its parameters, and plan again",
+                )
+            is_shared = name in self._assembly.shared_names and has_hooks(parameter)
+            is_summed = self._assembly.replicas is not None and len(parameter._post_accumulate_grad_hooks or ()) > 1
+            if parameter.requires_grad and (is_shared or is_summed):
+                raise UsageError(
+                    f'"{name}" has a hook that gets only a part of its gradient: other layers or replicas share it',
+                    hint="change `parameter.grad` in the block of `pipeline.step`, instead of in a hook",
+                )
+
+    def next_batch(self, batches: Iterator[Batch]) -> Batch | None:
+        """Return the next mini-batch; None if there is none. First check what the script has done since the step."""
         self._script.check_random_draws()
+        batch = next(batches, None)
+        self._script.begin_batch()
+        return batch
 
     def check_same_phase(self, phase: Literal["checkpoint", "end"]) -> None:
         """Check that all ranks are in the same phase, with equal copies of tied parameters and of shared values.
@@ -176,7 +209,7 @@ class Trainer:
         """
         if phase == "end" and self._agreement.has_ended:
             return
-        self.check_random_draws()
+        self._script.check_random_draws()
         self._agreement.check_and_sum(phase, self.step_index)
         self._assembly.tied.check_equal()
         if self._assembly.shared_values is not None:
@@ -199,6 +232,11 @@ class Trainer:
     def _agree_on_phase(
         self, phase: Phase, pieces: Sequence[Sequence[MiniBatchPart]]
     ) -> list[tuple[MiniBatchPart, int, list[float]]]:
+        if not dist.is_initialized():
+            raise UsageError(
+                "the script calls the pipeline within `optimizer.step()`",
+                hint="call `optimizer.step()` without a closure, in the block of `pipeline.step`",
+            )
         parts = [*chain.from_iterable(pieces)]
         counts, sizes = (
             self._mini_batches.loss_item_counts(parts),
@@ -358,3 +396,9 @@ class Trainer:
         finally:
             last.targets, last.seen = [], None
         return [loss * weight for loss, weight in zip(losses, weights, strict=True)]
+
+
+def _numbers_of(group: Mapping[str, Any]) -> list[float]:
+    """Return the learning rate and other numbers among the options of a parameter group."""
+    options = tree_leaves([value for key, value in group.items() if key not in ("params", "param_names")])
+    return [float(v) for v in options if isinstance(v, float | int) or (isinstance(v, Tensor) and v.numel() == 1)]

@@ -109,9 +109,15 @@ def optimizer_step_check(
     return _StepCheck(optimizer, WholeModelOptimizer(build, parameters)).check_next_step
 
 
+def step_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Return the functions that the optimizer calls before and after each step."""
+    kinds = (getattr(optimizer, f"_optimizer_step_{kind}_hooks", {}) for kind in ("pre", "post"))
+    return [hook for hooks in kinds for hook in hooks.values()]
+
+
 def _is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
-    hooks = [getattr(optimizer, f"_optimizer_step_{kind}_hooks", None) for kind in ("pre", "post")]
-    return type(optimizer).__module__.startswith("torch.optim") and "step" not in vars(optimizer) and not any(hooks)
+    is_changed = "step" in vars(optimizer) or bool(step_hooks(optimizer))
+    return type(optimizer).__module__.startswith("torch.optim") and not is_changed
 
 
 def _refusal(name: str, tried: int, differing: int, step: str = "") -> ModelError:

@@ -81,7 +81,10 @@ class ProcessStages:
         named = {name: p for module in self.modules for name, p in module.named_parameters(remove_duplicate=False)}
         layers = self._chain.layers
         trained = {name for layer in layers for name, p in layer.parameters_by_name().items() if p.requires_grad}
-        self.tied = TiedGradients(shared_parameters(layers), named, place, stage_of, trained=trained)
+        shared = shared_parameters(layers)
+        self.shared_names = {name for owners in shared for _, name in owners if place.num_stages > 1}
+        """Names of parameters that several layers share."""
+        self.tied = TiedGradients(shared, named, place, stage_of, trained=trained)
         with recorder.paused():  # a thread of gloo may release the sent tensors later than this process does
             equalize_copies(self._tensors_by_first_name())
         self.replicas = self._replica_gradients()

@@ -42,7 +42,7 @@ class ScriptChanges(NamedTuple):
     optimizer_steps: int = 0
     """Number of calls of `step()` of all optimizers."""
     rates: int = 0
-    """Checksum of the learning rates in the calls of `step()`."""
+    """Checksum of the learning rates and other options in the calls of `step()`."""
     gradient_factor: float = 0.0
     """Number c if the script computed `gradient *= c` for all parameters in the last step; else 0."""
     added_factor: float = 0.0
@@ -70,6 +70,7 @@ class ScriptChangeRecorder:
         self._at_optimizer_step: _Elements | None = None
         self._at_optimizer_end: _Elements | None = None
         self._random = 0
+        self._has_batch = False  # from `Pipeline.batches`, for the next step
         self._ratios: dict[str, float] = {}
         """By factor of `ScriptChanges`: its ratio to that of the previous rank, when both were first not 0."""
         self.changes = NO_CHANGES
@@ -82,8 +83,8 @@ class ScriptChangeRecorder:
         self.ignore_random_draws()
         self._at_begin = self._at_mark
 
-    def begin_optimizer_step(self, rates: Sequence[float]) -> None:
-        """Record a step of an optimizer. Its learning rates `rates` must be equal on all ranks."""
+    def begin_optimizer_step(self, rates: Sequence[object]) -> None:
+        """Record a step of an optimizer. Its learning rates and other options, `rates`, must be equal on all ranks."""
         self.check_random_draws()
         if self._at_optimizer_step is None:
             self._at_optimizer_step = _Elements.of(self._compared)
@@ -96,8 +97,23 @@ class ScriptChangeRecorder:
         self._at_optimizer_end = self._at_mark
 
     def end_block(self) -> None:
-        """Record how the script's `with pipeline.step(...)` block changed gradients and weights."""
+        """End the script's `with pipeline.step(...)` block."""
         self.check_random_draws()
+        self.ignore_random_draws()
+
+    def begin_batch(self) -> None:
+        """Let `check_before_step` compare with the current weights: the script gets a mini-batch for the next step."""
+        self.ignore_random_draws()
+        self._has_batch = True
+
+    def check_before_step(self) -> None:
+        """Raise a `UsageError` if the script has drawn random numbers and changed weights since `begin_batch`."""
+        if self._has_batch:
+            self.check_random_draws(weights_only=True)
+        self._has_batch = False
+
+    def end_step(self) -> None:
+        """Record how the script changed gradients and weights before and after the optimizer's step."""
         before, after = self._at_begin, self._at_optimizer_step or _Elements.of(self._compared)
         self.changes = self.changes._replace(
             gradient_factor=before.common_factor(before.gradients, after.gradients),
@@ -105,10 +121,6 @@ class ScriptChangeRecorder:
                 before.gradients, after.weights - before.weights, rounding=_ROUNDING_OF_SUMS
             ),
         )
-        self.ignore_random_draws()
-
-    def end_step(self) -> None:
-        """Record how the script changed weights after the optimizer's step."""
         if self._at_optimizer_end is not None:
             before, after = self._at_optimizer_end, _Elements.of(self._compared)
             self.changes = self.changes._replace(weight_factor=before.common_factor(before.weights, after.weights))
@@ -119,10 +131,13 @@ class ScriptChangeRecorder:
         self._at_mark = _Elements.of(self._compared)
         self._random = checksum_of_generators()
 
-    def check_random_draws(self) -> None:
+    def check_random_draws(self, *, weights_only: bool = False) -> None:
         """Raise a `UsageError` if the script has drawn random numbers and changed weights or gradients."""
         random, self._random = self._random, checksum_of_generators()
-        if random == self._random or self._at_mark.is_equal(_Elements.of(self._compared)):
+        if random == self._random:
+            return
+        now = _Elements.of(self._compared)
+        if self._at_mark.is_equal(now._replace(gradients=self._at_mark.gradients) if weights_only else now):
             return
         raise UsageError(
             "the script draws random numbers while it changes weights or gradients: each rank has only some of the "
@@ -146,8 +161,8 @@ class ScriptChangeRecorder:
             )
         if own.rates != other.rates:
             raise TrainingError(
-                f"rank {rank} had other learning rates than rank {previous} when it called `optimizer.step()`: the "
-                "script sets them by values of one rank's parameters",
+                f"rank {rank} had other learning rates than rank {previous} when it called `optimizer.step()`, or "
+                "other options: the script sets them by values of one rank's parameters",
                 hint=_HINT,
             )
         rounding = max(_ROUNDING, *map(_rounding_of, (self._at_begin.weights, self._at_begin.gradients)))

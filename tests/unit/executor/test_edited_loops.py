@@ -114,7 +114,7 @@ def loss_fn(output, target):
 WORKER = """
 import os
 import torch
-from torch.nn.utils import clip_grad_norm_
+from torch.nn.utils import clip_grad_norm_, prune
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, TensorDataset
 import model
@@ -193,7 +193,7 @@ with pipeline_script(os.environ["BALANCE"], given) as pipeline:
             with torch.no_grad():
                 [parameter.add_(torch.randn(parameter.shape, generator=generator)) for parameter in parameters]
         if what == "rename" and step == 0:
-            torch.nn.utils.parametrizations.weight_norm(next(pipeline.modules[0].children()))
+            prune.identity(next(pipeline.modules[0].children()), "weight")
         moved = sum(not torch.equal(old, new) for old, new in zip(before, parameters))
         print(f"rank {pipeline.rank}, step {step}: loss {loss:.6f}, moved {moved}", flush=True)
         saved.step_done()
