@@ -5,7 +5,6 @@ Names are those of the model's state dict. A tied tensor has several names, and 
 
 import os
 import stat
-import zipfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,10 +22,6 @@ from planner.model.ghosts import memory_key
 
 _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 """Dtypes between which weights are cast, as in torch's `load_state_dict`."""
-
-# The description of a tensor takes about 130 bytes, but scripts store other values as well.
-_BYTES_PER_NAME, _BYTES_BESIDE = 2**13, 2**20
-"""Upper bounds on the bytes of `data.pkl` in a `torch.save` file: per tensor of the model, and for other values."""
 
 _NESTED = ("model", "state_dict", "model_state_dict")
 """Keys under which training scripts store the state dict."""
@@ -77,7 +72,7 @@ def load_weights(
             with NaN.
     """
     path = source if isinstance(source, str) else source.folder
-    stored = _open_state_dict(source, num_names=len(names)) if isinstance(source, str) else source
+    stored = _open_state_dict(source) if isinstance(source, str) else source
     if whole is not None and not isinstance(stored, StoredCheckpoint):
         stored = _after_hooks(whole, stored)
     _check_names(path, stored, names, whole)
@@ -156,7 +151,7 @@ def write_weights(state: dict[str, Tensor], path: str) -> None:
         raise FileError(f"cannot be written: {error}", path=path) from error
 
 
-def _open_state_dict(path: str, *, num_names: int) -> Mapping[str, Tensor]:
+def _open_state_dict(path: str) -> Mapping[str, Tensor]:
     if Path(path).is_dir():
         return StoredCheckpoint(Path(path))
     if not Path(path).is_file():
@@ -164,23 +159,7 @@ def _open_state_dict(path: str, *, num_names: int) -> Mapping[str, Tensor]:
     if path.endswith(".safetensors"):
         with reading_errors(path, ""):
             return load_file(path)
-    _check_size(path, num_names)
     return _load_torch_file(path)
-
-
-def _check_size(path: str, num_names: int) -> None:
-    try:
-        with zipfile.ZipFile(path) as archive:
-            size = sum(entry.file_size for entry in archive.infolist() if entry.filename.endswith("/data.pkl"))
-    except Exception:  # of any kind, if the file is damaged; `torch.load` reports it
-        return
-    most = _BYTES_BESIDE + num_names * _BYTES_PER_NAME
-    if size > most:
-        raise FileError(
-            f"describes its tensors in {size} bytes; a model with {num_names} tensors needs at most {most}",
-            path=path,
-            hint="save the state dict alone: `torch.save(model.state_dict(), path)`",
-        )
 
 
 def _load_torch_file(path: str) -> dict[str, Tensor]:
