@@ -157,21 +157,18 @@ def _as_profiled(plan: Plan, path: str, profile: Profile, console: Console) -> P
 def _drawn(
     value: _Shown, plan: Plan | None, report: RunReport | None, source: Profile | None, *, wanted: Collection[str]
 ) -> dict[str, str]:
-    from planner.show.html import plan_html, profile_html, run_html
+    from planner.show.html import plan_html, profile_html
     from planner.show.svg import timeline_svg
     from planner.show.trace import predicted_trace_json
 
     if isinstance(value, Links):
         raise UsageError(f"`{next(iter(wanted))}` cannot draw links")
     pictures = [option for option in wanted if option != "--html"]
+    if isinstance(value, Profile) and not pictures:
+        return {"--html": profile_html(value)}
     if plan is None:
-        if pictures:
-            kind, hint = ("run report", "`--plan FILE`") if report else ("profile", "`gpipe-plan show plan.yaml`")
-            raise UsageError(f"`{pictures[0]}` needs a plan, because a {kind} has no timeline", hint=hint)
-        if isinstance(value, Profile):
-            return {"--html": profile_html(value)}
-        assert report is not None  # only run reports are shown without a plan
-        return {"--html": run_html(report)}
+        kind, hint = ("profile", "`gpipe-plan show plan.yaml`") if report is None else ("run report", "`--plan FILE`")
+        raise UsageError(f"`{[*pictures, *wanted][0]}` of a {kind} needs a plan", hint=hint)
     step = None if source is None else simulated_step(Evaluation.of(plan, source))
     title = f"{schedule_of(plan.schedule).title}, K = {plan.num_devices}, M = {plan.micro_batches}: one predicted step"
     makers = {"--svg": timeline_svg, "--trace": predicted_trace_json}

@@ -743,6 +743,7 @@ def test_show_compares_a_run_with_its_plan_only(here: Path, capsys: Capsys) -> N
     (here / "plan.yaml").unlink()
     alone = call(capsys, "show", "run.json")
     assert (alone.code, alone.err) == (0, "")
+    assert "`--html` of a run report needs a plan" in call(capsys, "show", "run.json", "--html", "x").error
     assert json.loads(call(capsys, "show", "run.json", "--format", "json").out)["schema"] == "gpipe-plan/run/v1"
 
 
@@ -775,7 +776,7 @@ def test_only_plans_have_a_timeline(here: Path, capsys: Capsys) -> None:
     for option in ("--svg", "--trace"):
         done = call(capsys, "show", "profile.yaml", option, "x")
         assert done.code == 2
-        assert f"`{option}` needs a plan" in done.error
+        assert f"`{option}` of a profile needs a plan" in done.error
     assert "`--run` needs a plan" in call(capsys, "show", "profile.yaml", "--run", "run.json").error
     assert not (here / "x").exists()
 

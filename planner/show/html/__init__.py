@@ -1,5 +1,5 @@
-"""HTML report of a plan, a profile or a run, as one file without external resources."""
+"""HTML report of a plan or a profile, as one file without external resources."""
 
-from planner.show.html.page import plan_html, profile_html, run_html
+from planner.show.html.page import plan_html, profile_html
 
-__all__ = ["plan_html", "profile_html", "run_html"]
+__all__ = ["plan_html", "profile_html"]

@@ -30,7 +30,6 @@ from planner.show.views.cluster import (
     tokens_per_second_text,
     training_length_words,
 )
-from planner.show.views.measured import pipeline_words
 from planner.show.views.memory import device_memory, fullest_device
 from planner.show.views.numbers import not_measured_warning, percent, solver_method_label
 from planner.show.views.plan import gap_words, ideal_bubble_words, optimality_text, plan_headline, plan_stage_table
@@ -94,20 +93,6 @@ def profile_html(profile: Profile) -> str:
         lead=f"{device.kind} {device.name}, {not_measured_warning(device.how) or device.how}",
         figures=[*counts, *_marked(costs, device.how)],
         sections=[layers_section(profile, None), origin],
-    )
-
-
-def run_html(report: RunReport) -> str:
-    """Return the report of a run whose plan is not known, as an HTML page."""
-    facts = [("plan digest", report.plan_digest), *_run_facts(report)]
-    return _page(
-        title=f"Run of {len(report.losses)} steps on {pipeline_words(report)}",
-        lead=f"{report.device.kind} {report.device.name}",
-        figures=[],
-        sections=[
-            run_section(report),
-            Section(anchor="provenance", title="Provenance", body=definition_list(facts)),
-        ],
     )
 
 
@@ -200,15 +185,6 @@ def _profile_facts(profile: Profile) -> list[tuple[str, str]]:
         ("environment", _versions(environment.torch, environment.python, environment.dtype)),
         ("optimizer", profile.optimizer),
         ("micro-batch sizes", ", ".join(map(str, profile.micro_batch_sizes))),
-    ]
-
-
-def _run_facts(report: RunReport) -> list[tuple[str, str]]:
-    environment = report.environment
-    return [
-        ("device", f"{report.device.kind} {report.device.name}"),
-        ("environment", _versions(environment.torch, environment.python, environment.dtype)),
-        ("seed", "" if report.seed is None else str(report.seed)),
     ]
 
 

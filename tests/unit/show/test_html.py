@@ -11,7 +11,8 @@ from planner.core.cost.evaluate import Evaluation
 from planner.core.schedule import KINDS as COMPUTED
 from planner.core.values.cluster import Link
 from planner.core.values.plan import SolverReport
-from planner.show.html import plan_html, profile_html, run_html
+from planner.show.html import plan_html, profile_html
+from planner.show.html.measured import run_section
 from planner.show.step import simulated_step
 from planner.show.terminal.run import plan_and_run_text
 from planner.show.views.memory import COMPONENTS
@@ -70,7 +71,6 @@ PAGES = {
     "without a profile": lambda: page_of(plan(), measured=report(plan()), profiled=False, stepped=False),
     "a run of other stages": lambda: page_of(plan(), measured=report(plan((3, 3)))),
     "profile": lambda: profile_html(profile()),
-    "run": lambda: run_html(report(plan())),
 }
 ALL = pytest.mark.parametrize("make", PAGES.values(), ids=PAGES)
 
@@ -115,7 +115,7 @@ def test_names_are_escaped_in_the_page():
     planned = replace(planned, solver=SolverReport(method=EVIL, status="optimal"))
     measured = replace(report(planned), device=replace(report(planned).device, name=EVIL))
     step = step_of_sample(plan())
-    for text in (plan_html(planned, evil, step, measured, digest=EVIL), profile_html(evil), run_html(measured)):
+    for text in (plan_html(planned, evil, step, measured, digest=EVIL), profile_html(evil)):
         page = Page(text)
         assert [attrs for tag, attrs in page.tags if tag == "img"] == []
         assert sum(tag == "script" for tag, _ in page.tags) == 2
@@ -225,7 +225,7 @@ def test_report_compares_the_slowest_replica_with_the_plan():
 
 
 def test_report_shows_losses_that_are_not_numbers():
-    assert "nan" in run_html(replace(report(plan()), losses=(8.0, 7.0, float("nan"))))
+    assert "nan" in run_section(replace(report(plan()), losses=(8.0, 7.0, float("nan")))).body
 
 
 def cards(text):

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from planner.core.judge.verification import compared_figures
-from planner.show.html import run_html
+from planner.show.html.measured import run_section
 from planner.show.terminal.run import plan_and_run_text, run_text
 from tests.unit.show.samples import MIB, in_a_v, interleaved, plan, report, style
 
@@ -76,7 +76,7 @@ def test_run_on_too_few_cores_is_marked():
     run = report(planned, time_factor=11.77)
     crowded = replace(run, stages=tuple(replace(stage, core_share=0.08) for stage in run.stages))
     words = "a process of the run had a core for only 8% of the time that it needed one"
-    for shown in (run_text(crowded, planned, WIDE), run_text(crowded, None, WIDE), run_html(crowded)):
+    for shown in (run_text(crowded, planned, WIDE), run_text(crowded, None, WIDE), run_section(crowded).lead):
         assert words in shown
     assert words not in run_text(run, planned, WIDE)
 
@@ -131,6 +131,6 @@ def test_split_backwards_are_compared_if_the_plan_has_them():
         passes = (predicted[what, k] for what in ("backward_input_us", "backward_weight_us"))
         assert sum(passes) == pytest.approx(stage.backward_us)
     assert run_text(run, None, WIDE).count("backward") == 3
-    assert "weight backward" in run_html(run)
+    assert "weight backward" in run_section(run).body
     for whole in (plan_and_run_text(plan(), report(plan()), WIDE), run_text(report(plan()), None, WIDE)):
         assert "weight" not in whole

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from planner.core.judge.difference import ComparedPlan, Comparison
-from planner.show.html import run_html
+from planner.show.html.measured import run_section
 from planner.show.terminal.tables import fit_columns, table_width
 from planner.show.views.comparison import comparison_table
 from planner.show.views.measured import pipeline_words, run_table
@@ -63,8 +63,7 @@ def test_less_important_columns_are_dropped_first(width, names):
 def test_stages_of_replicas_have_different_names():
     assert pipeline_words(replicated()) == "3 stages in 2 replicas"
     assert run_table(replicated()).column("stage").values[2:4] == ("2", "0, replica 1")
-    assert "0, replica 1: " in run_html(replicated())
-    assert "3 stages in 2 replicas" in run_html(replicated())
+    assert "0, replica 1: " in run_section(replicated()).body
 
 
 def test_stages_over_their_limit_and_the_slowest_are_marked():
