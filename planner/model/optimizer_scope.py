@@ -11,8 +11,8 @@ in any later step. The comparison therefore continues alongside a run, except fo
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
@@ -222,10 +222,8 @@ class _SmallParameters:
         self._initial = {n: _random(sample[n], n).to(device) for n in part}
         self._tensors = {n: nn.Parameter(tensor.clone()) for n, tensor in self._initial.items()}
         self._optimizer = whole.build_for((sample[n], tensor) for n, tensor in self._tensors.items())
-        self._shared = _SharedNumbers(type(self._optimizer))
 
     def take_numbers(self, optimizer: torch.optim.Optimizer) -> None:
-        self._shared.forget()
         vars(self._optimizer).update(_numbers(vars(optimizer)))
         for group, other in zip(self._optimizer.param_groups, optimizer.param_groups, strict=True):
             group.update(_numbers(other))
@@ -236,9 +234,15 @@ class _SmallParameters:
         for n, tensor in self._tensors.items():
             tensor.data.copy_(self._initial[n])
             tensor.grad = gradients[n].to(tensor.device, copy=True)
-        before = torch.get_rng_state()
-        with self._shared.during_step():
-            _step(self._optimizer)
+        before, shared = torch.get_rng_state(), _shared_numbers(type(self._optimizer))
+        _step(self._optimizer)
+        changed = sorted(name for name, *_ in shared ^ _shared_numbers(type(self._optimizer)))
+        if changed:
+            raise ModelError(
+                f'{type(self._optimizer).__name__} changes "{changed[0]}", which all optimizers of its class share, in '
+                "`step()`: the ranks of a pipeline would count differently than a plain loop",
+                hint="count in an attribute of the optimizer (`self.steps`), or in its `state[parameter]`",
+            )
         if not torch.equal(before, torch.get_rng_state()):
             raise ModelError(
                 f"{type(self._optimizer).__name__} draws random numbers in `step()`: ranks would draw different ones "
@@ -262,37 +266,11 @@ class _SmallParameters:
         return results
 
 
-class _SharedNumbers:
-    """Numbers that all optimizers of a class share, such as a class attribute that counts steps."""
-
-    def __init__(self, kind: type) -> None:
-        classes = [cls for cls in kind.__mro__ if cls is not object and not cls.__module__.startswith("torch.")]
-        self._owners = [*classes, *(sys.modules[cls.__module__] for cls in classes if cls.__module__ in sys.modules)]
-        self._own: list[dict[str, Any]] = []
-
-    def forget(self) -> None:
-        # The next step then begins with the current numbers.
-        self._own = []
-
-    @contextmanager
-    def during_step(self) -> Iterator[None]:
-        # The step begins with the numbers after this object's previous step. Then those of the run are restored.
-        outer = self._read()
-        self._set(self._own)
-        try:
-            yield
-        finally:
-            self._own = self._read()
-            self._set(outer)
-
-    def _read(self) -> list[dict[str, Any]]:
-        return [_numbers(vars(owner)) for owner in self._owners]
-
-    def _set(self, numbers: list[dict[str, Any]]) -> None:
-        for owner, values in zip(self._owners, numbers, strict=False):
-            for name, value in values.items():
-                if vars(owner).get(name) is not value:
-                    setattr(owner, name, value)
+def _shared_numbers(kind: type) -> set[tuple[str, int, float]]:
+    """Return names, owners and values of numbers in the user's optimizer classes and in their modules."""
+    classes = [cls for cls in kind.__mro__ if cls is not object and not cls.__module__.startswith("torch.")]
+    owners = [*classes, *(sys.modules[cls.__module__] for cls in classes if cls.__module__ in sys.modules)]
+    return {(name, n, value) for n, owner in enumerate(owners) for name, value in _numbers(vars(owner)).items()}
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -314,14 +292,6 @@ def _step(optimizer: torch.optim.Optimizer) -> None:
                 f"{name} needs a closure in `step()`, to compute the loss again; a pipeline computes gradients once "
                 f"a step ({text})",
                 hint="use an optimizer that steps with existing gradients (`--optimizer adamw`)",
-            ) from error
-        attributes = (pair for group in optimizer.param_groups for p in group["params"] for pair in vars(p).items())
-        in_attributes = [key for key, value in attributes if isinstance(value, Tensor) and value.is_meta]
-        if in_attributes:
-            raise ModelError(
-                f"`step()` of {name} raised {type(error).__name__} ({text}), probably because it uses tensors in "
-                f'attributes of parameters ("{in_attributes[0]}"), of which stages have only the shapes',
-                hint="keep such a tensor in the optimizer's `state[parameter]`, or in a buffer for `forward`",
             ) from error
         raise _FailedStepError(
             f"`step()` of {name} raised {type(error).__name__} for small parameters with random gradients: {text}",

@@ -94,13 +94,32 @@ class HalvesRates(torch.optim.SGD):
 
 
 class LateClip(ClippedSGD):
-    """SGD that begins to clip after 20 steps, which a class attribute counts."""
+    """SGD that begins to clip after 20 steps."""
 
     steps = 0
 
     def step(self, closure: Any = None) -> None:
-        type(self).steps += 1
+        self.steps += 1
         (super() if self.steps > 20 else super(ClippedSGD, self)).step(closure)
+
+
+class CountsInClass(torch.optim.SGD):
+    """SGD with a count of steps in a class attribute, and a number that is not equal to itself."""
+
+    steps, unused = 0, float("nan")
+
+    def step(self, closure: Any = None) -> None:
+        type(self).steps += 1
+        super().step(closure)
+
+
+class KeepsClass(torch.optim.SGD):
+    """SGD with numbers in class attributes that `step` only reads."""
+
+    limit, unused = 1, float("nan")
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
 
 
 class SmallRateClip(ClippedSGD):
@@ -152,7 +171,7 @@ def check(build: Callable[..., torch.optim.Optimizer]) -> None:
         *(torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adamax, torch.optim.ASGD),
         *(torch.optim.NAdam, torch.optim.RAdam, torch.optim.Rprop),
         lambda parameters: torch.optim.AdamW(parameters, fused=True),
-        *(by_position, by_shape, Lamb),
+        *(by_position, by_shape, Lamb, KeepsClass),
         lambda parameters: torch.optim.SGD(list(parameters)[-1:], lr=0.1),
     ],
 )
@@ -195,7 +214,8 @@ REFUSED = {
     "random numbers": (partial(NoisySGD, lr=0.1), "NoisySGD draws random numbers in `step", ""),
     "skipped steps": (SkipsInfinite, "SkipsInfinite reads all parameters", "skip steps by the norm"),
     "failing step": (Unready, r"Unready raised RuntimeError.*call `optimizer.train\(\)` first", ""),
-    "tensor in an attribute": (with_averages, r"tensors in attributes.*\"average\"", "`state[parameter]`"),
+    "tensor in an attribute": (with_averages, "OwnAverage raised", "of one stage alone"),
+    "count in a class": (CountsInClass, 'CountsInClass changes "steps"', "`self.steps`"),
     "values": (
         lambda parameters: torch.optim.SGD([p for p in parameters if float(p.sum()) > 0], lr=0.1),
         "meta",
@@ -214,7 +234,6 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_optimizers_that_do_not_step_each_parameter_alone_are_refused(case: str) -> None:
     build, message, hint = REFUSED[case]
-    LateClip.steps = 0
     with pytest.raises(ModelError, match=message) as refused:
         check(build)
     assert hint in refused.value.hint
@@ -254,7 +273,6 @@ def steps_until_refused(build: Callable[..., torch.optim.Optimizer], most: int, 
 def test_a_run_is_refused_at_the_first_step_that_depends_on_other_parameters(
     kind: type[torch.optim.Optimizer], begun: int, steps: int, message: str
 ) -> None:
-    LateClip.steps = 0
     made, said = steps_until_refused(partial(kind, lr=0.1), steps + (message != ""), begun)
     assert made == steps
     assert message in said
