@@ -148,7 +148,7 @@ class Pipeline:
         return self._trainer.skipped
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield this rank's parameters with their names in the whole model, each parameter once."""
+        """Yield this rank's parameters once each, with their names in `named_parameters()` of the model."""
         return self._assembly.named_parameters()
 
     def optimizer(self, build: Callable[[Iterable[Tensor]], torch.optim.Optimizer]) -> torch.optim.Optimizer:

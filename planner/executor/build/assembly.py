@@ -103,12 +103,19 @@ class ProcessStages:
         return code_digests(self._chain.model, self._model)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the parameters of this process with their names in the whole model, each parameter once."""
+        """Yield the parameters of this process once each, with their names in `named_parameters()` of the model."""
         named: dict[int, tuple[str, nn.Parameter]] = {}
         for module in self.modules:
             for name, parameter in module.named_parameters():
-                named.setdefault(id(parameter), (name, parameter))
+                named.setdefault(id(parameter), (self._first_names.get(name, name), parameter))
         return iter(named.values())
+
+    @cached_property
+    def _first_names(self) -> dict[str, str]:
+        """First name of each parameter in the whole model, by each of its names. A tied parameter has several."""
+        first: dict[int, str] = {}
+        parameters = self._chain.model.named_parameters(remove_duplicate=False)
+        return {name: first.setdefault(id(parameter), name) for name, parameter in parameters}
 
     @property
     def whole_model(self) -> nn.Module:

@@ -59,6 +59,9 @@ with pipeline_script(os.environ["BALANCE"], given) as pipeline:
     optimizer = pipeline.optimizer(lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9))
     saved = checkpoints(pipeline, given, optimizer)
     parameters = [parameter for _, parameter in pipeline.named_parameters()]
+    if what == "freeze by name":
+        [parameter.requires_grad_(name != "0.weight") for name, parameter in pipeline.named_parameters()]
+        before = [parameter.clone() for parameter in parameters]
     if what == "hook":
         optimizer.register_step_pre_hook(clip)
     if what == "gradient hook":
@@ -86,6 +89,9 @@ with pipeline_script(os.environ["BALANCE"], given) as pipeline:
             optimizer.zero_grad()
         print(f"rank {pipeline.rank}, step {step}: loss {loss:.6f}", flush=True)
         saved.step_done()
+    if what == "freeze by name":
+        moved = [not torch.equal(*pair) for pair in zip(before, parameters)]
+        print(f"rank {pipeline.rank} moved {moved}", flush=True)
 """
 
 
@@ -139,6 +145,14 @@ def test_hooks_must_get_whole_gradients(folder: Path, change: dict[str, Any]) ->
     write_balance(replace(Case(model=folder / "model.py", balance=(2, 2)), **change), folder / "other.yaml")
     assert "has a hook that gets only a part of its gradient" in refusal(folder, "gradient hook", "other")
     assert len(losses(train(folder, "gradient hook", 2))) == 2
+
+
+def test_a_tied_weight_has_its_first_name_on_every_rank(folder: Path) -> None:
+    """Otherwise, the rank of the last layer would train the weight that the script freezes by name."""
+    write_balance(Case(model=folder / "model.py", balance=(2, 2), settings=(("tied", 1),)), folder / "two.yaml")
+    output = train(folder, "freeze by name", 2)
+    assert "rank 0 moved [False, True, True, True]" in output
+    assert "rank 1 moved [True, True, False, True]" in output
 
 
 def test_a_run_resumes_whose_steps_take_several_mini_batches(folder: Path) -> None:
