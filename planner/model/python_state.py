@@ -43,6 +43,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from planner.model.attributes import OF_EVERY_MODULE
+from planner.model.ghosts import Ghost
 
 NUMBERS = (bool, int, float)
 """Types of Python numbers that count as state."""
@@ -175,7 +176,8 @@ def _add(numbers: dict[str, float], name: str, value: Any, depth: int) -> None:
     if len(numbers) >= _MOST_NUMBERS:
         return
     if isinstance(value, Tensor):
-        _add_fields(numbers, name, vars(value) if hasattr(value, "__dict__") else {}, depth)
+        if not isinstance(value, Ghost):
+            _add_fields(numbers, name, vars(value) if hasattr(value, "__dict__") else {}, depth)
         is_wanted = isinstance(numbers, _WithTensors) and value.layout == torch.strided and value.device.type != "meta"
         if is_wanted and type(value) is Tensor and value.nbytes <= _MOST_BYTES:
             values = value.detach()

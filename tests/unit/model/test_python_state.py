@@ -26,11 +26,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from planner.model.ghosts import ghost_like
 from planner.model.python_state import (
     is_user_module,
     numbers_in_attributes,
     numbers_in_hooks,
     numbers_in_user_files,
+    numbers_in_values,
     variables_read,
     without_leftover_tensors,
 )
@@ -270,3 +272,8 @@ def test_modules_that_import_others_lazily_are_left_alone(monkeypatch: pytest.Mo
     lazy = Lazy("lazy_module_of_a_test")
     monkeypatch.setitem(sys.modules, lazy.__name__, lazy)
     assert not is_user_module(lazy.__name__)
+
+
+def test_stand_ins_for_tensors_of_other_stages_hold_no_state() -> None:
+    kept = {"skip": ghost_like(torch.ones(2), torch.device("cpu"), "0.weight")}
+    assert numbers_in_values({"kept": kept}) == {"kept.length": 0, "kept.tensors": 1}
