@@ -1477,4 +1477,137 @@ def build_optimizer(ps):
 
     return Both()
 """,
+    "flow_with_activation_norm_by_data": """
+class ActNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("initialized", torch.tensor(False, dtype=torch.bool))
+        self.log_scale = nn.Parameter(torch.zeros(D))
+        self.shift = nn.Parameter(torch.zeros(D))
+
+    def _initialize(self, inputs):
+        with torch.no_grad():
+            std = inputs.std(dim=0) + 0.1
+            self.log_scale.data = -torch.log(std)
+            self.shift.data = -(inputs / std).mean(dim=0)
+            self.initialized.data = torch.tensor(True, dtype=torch.bool)
+
+    def forward(self, inputs):
+        if self.training and not self.initialized:
+            self._initialize(inputs)
+        return torch.exp(self.log_scale) * inputs + self.shift, self.log_scale.sum() * inputs.new_ones(len(inputs))
+
+class Coupling(nn.Module):
+    def __init__(self, flip):
+        super().__init__()
+        self.flip = flip
+        self.net = nn.Sequential(nn.Linear(D // 2, 8), nn.Tanh(), nn.Linear(8, D))
+
+    def forward(self, inputs):
+        kept, changed = inputs.chunk(2, dim=1)[:: -1 if self.flip else 1]
+        log_scale, shift = self.net(kept).chunk(2, dim=1)
+        log_scale = torch.tanh(log_scale)
+        return torch.cat([kept, changed * torch.exp(log_scale) + shift], dim=1), log_scale.sum(dim=1)
+
+class Flow(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.transforms = nn.ModuleList(t for n in range(3) for t in (ActNorm(), Coupling(n % 2)))
+
+    def forward(self, x):
+        total = x.new_zeros(len(x))
+        for transform in self.transforms:
+            x, log_det = transform(x)
+            total = total + log_det
+        return total - 0.5 * x.pow(2).sum(dim=1)
+
+def build_model():
+    return Flow()
+
+def loss_fn(out, y):
+    return -out.mean()
+""",
+    "skips_stashed_for_later_layers": """
+import threading
+
+class Tracker(threading.local):
+    def __init__(self):
+        self.tensors = {}
+
+TRACKER = Tracker()
+
+class Stash(nn.Module):
+    def __init__(self, name):
+        super().__init__()
+        self.name = name
+
+    def forward(self, x):
+        TRACKER.tensors[self.name] = x
+        return x
+
+class PopAdd(nn.Module):
+    def __init__(self, name):
+        super().__init__()
+        self.name = name
+
+    def forward(self, x):
+        return x + TRACKER.tensors.pop(self.name)
+
+def build_model():
+    layers = []
+    for n in range(3):
+        layers += [Stash(f"outer{n}"), Block(), Stash(f"inner{n}"), Block(), PopAdd(f"inner{n}"), Block()]
+        layers += [PopAdd(f"outer{n}"), nn.LayerNorm(D)]
+    return nn.Sequential(*layers)
+""",
+    "nearest_neighbor_memory_of_arrays": """
+class Memory:
+    def __init__(self, rows, most=64):
+        self.most = most
+        self.keys = [np.zeros((0, D), np.float32) for _ in range(rows)]
+
+    def search(self, queries, top):
+        found = torch.zeros(*queries.shape[:2], top, D)
+        for row, keys in enumerate(self.keys):
+            if len(keys) >= top:
+                keys = torch.from_numpy(keys)
+                found[row] = keys[(queries[row].detach() @ keys.t()).topk(top, dim=-1).indices]
+        return found
+
+    def add(self, keys):
+        for row, new in enumerate(keys.detach().numpy()):
+            self.keys[row] = np.concatenate([self.keys[row], new])[-self.most :]
+
+class Remembering(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.to_queries, self.to_keys, self.out = nn.Linear(D, D), nn.Linear(D, D), nn.Linear(D, D)
+
+    def forward(self, x, memory):
+        queries, keys = self.to_queries(x), self.to_keys(x)
+        found = memory.search(queries, 2)
+        memory.add(keys)
+        weights = torch.einsum("btd,btkd->btk", queries, found).softmax(dim=-1)
+        return x + self.out(torch.einsum("btk,btkd->btd", weights, found) + keys)
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Remembering(), Block(), Block()])
+        self.memories = {}
+
+    def forward(self, x):
+        if len(x) not in self.memories:
+            self.memories[len(x)] = Memory(len(x))
+        for block in self.blocks:
+            x = block(x, self.memories[len(x)]) if isinstance(block, Remembering) else block(x)
+        return x
+
+def build_model():
+    return Net()
+
+def example_batch(n):
+    x = torch.randn(n, 6, D)
+    return x, torch.tanh(x.flip(1))
+""",
 }
