@@ -14,7 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from planner import api
+import planner
 from planner.core.errors import PlannerError
 from planner.core.values.profile import Profile
 
@@ -120,7 +120,7 @@ def profiles(family: str, precision: str, folder: Path, *, samples: int, sequenc
     path = folder / "config.json"
     path.write_text(json.dumps({**CONFIGURATIONS[family], "model_type": family}))
     asked = {"device": "estimate:h100", "dtype": precision, "sequence": sequence, "batch_sizes": samples}
-    return api.profile(path, **asked), api.profile(path, from_formula="never", proof_budget="0s", **asked)
+    return planner.profile(path, **asked), planner.profile(path, from_formula="never", proof_budget="0s", **asked)
 
 
 def rows(families: list[str]) -> Iterator[Row]:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from planner import api
+import planner
 from planner.core.errors import InfeasibleError
 from planner.core.values.plan import Plan
 from planner.core.values.units import format_bytes
@@ -108,7 +108,7 @@ def planned(row: Row) -> Iterator[str]:
     for cap in (f"tpu:{row.chip}", "1TB"):
         for recompute in ("never",) if row.naive else ("always", "auto"):
             try:
-                plan = api.solve(
+                plan = planner.solve(
                     profile, devices=row.cores, mem=cap, batch=row.batch, recompute=recompute, schedule="gpipe"
                 )
             except InfeasibleError:

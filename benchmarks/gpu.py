@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from planner import api
+import planner
 from planner.core.values.plan import Plan, Stage
 from planner.core.values.units import format_bytes, parse_bytes
 from planner.device.kinds import kind_of
@@ -100,7 +100,7 @@ def main() -> None:
 def _rows(name: str, subject: Subject, device: torch.device, mem: int, *, small: bool) -> Iterator[Sequence[str]]:
     settings = subject.small if small else subject.settings
     with contextlib.redirect_stdout(sys.stderr):
-        profile = api.profile(
+        profile = planner.profile(
             ROOT / subject.path,
             batch_sizes=subject.sizes,
             device=str(device),
@@ -112,7 +112,9 @@ def _rows(name: str, subject: Subject, device: torch.device, mem: int, *, small:
     loaded = load_model(str(ROOT / subject.path), settings={key: str(value) for key, value in settings.items()})
     chain = build_structure(loaded)
     # What a recomputing stage holds depends on the engine, so `gpu_runs.py` measures it.
-    plan = api.solve(profile, devices=NUM_DEVICES, mem=mem, batch=subject.batch, schedule="gpipe", recompute="never")
+    plan = planner.solve(
+        profile, devices=NUM_DEVICES, mem=mem, batch=subject.batch, schedule="gpipe", recompute="never"
+    )
     shape = f"{len(plan.stages)} stages, M = {plan.micro_batches}, b = {plan.micro_batch_size}"
     for stage in plan.stages:
         peak_bytes = _measure_alone(loaded, chain, plan, stage, device)

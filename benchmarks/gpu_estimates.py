@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from planner import api
+import planner
 from planner.core.values.profile import LayerProfile, Profile
 from planner.files import read_profile
 
@@ -49,8 +49,8 @@ def estimates_of(name: str) -> Iterator[Profile]:
         source = ROOT / "sample_models" / "configurations" / name / "config.json"
         path.write_text(json.dumps({**json.loads(source.read_text()), "num_hidden_layers": BLOCKS[name]}))
         shared = {"device": "estimate:h200", "sequence": 4096, "batch_sizes": (1,), "dtype": "bf16-mixed"}
-        yield api.profile(path, from_formula="never", proof_budget="0s", **shared)  # type: ignore[arg-type]
-        yield api.profile(path, from_formula="auto", tensor_parallel=1, **shared)  # type: ignore[arg-type]
+        yield planner.profile(path, from_formula="never", proof_budget="0s", **shared)  # type: ignore[arg-type]
+        yield planner.profile(path, from_formula="auto", tensor_parallel=1, **shared)  # type: ignore[arg-type]
 
 
 def _rows(profile: Profile) -> Iterator[tuple[str, float]]:

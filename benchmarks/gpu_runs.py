@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from planner import api
+import planner
 from planner.core.judge.calibration import allocator_peaks
 from planner.core.values.run_report import RunReport
 from planner.core.values.units import format_bytes
@@ -97,7 +97,7 @@ def _trained(name: str, subject: Subject, options: argparse.Namespace) -> Iterat
     settings = subject.small if options.small else subject.settings
     size = 2 if options.small else subject.micro_batch
     with tempfile.TemporaryDirectory() as folder:
-        profile = api.profile(
+        profile = planner.profile(
             ROOT / subject.path,
             batch_sizes=(size,),
             device=options.device,
@@ -108,7 +108,7 @@ def _trained(name: str, subject: Subject, options: argparse.Namespace) -> Iterat
             output=f"{folder}/profile.yaml",
         )
         for recompute in subject.recompute:
-            plan = api.solve(
+            plan = planner.solve(
                 profile,
                 devices=1,
                 mem=profile.device.memory_bytes or "16GB",
@@ -117,7 +117,7 @@ def _trained(name: str, subject: Subject, options: argparse.Namespace) -> Iterat
                 schedule="gpipe",
                 recompute=recompute,
             )
-            api.emit(plan, profile=profile, output=folder, force=True)
+            planner.emit(plan, profile=profile, output=folder, force=True)
             run = _train(Path(folder))
             step_us = statistics.median(run.step_us[run.warmup_steps :])
             (peak_bytes,), stage = allocator_peaks(plan), run.stages[0]

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
+import planner
 from benchmarks.published_runs import (
     SCHEDULES,
     Row,
@@ -17,7 +18,6 @@ from benchmarks.published_runs import (
     read,
     scaled,
 )
-from planner import api
 from planner.core.cost.partition import Partition
 from planner.core.values.plan import Recompute, ScheduleName
 from planner.core.values.profile import Profile
@@ -31,7 +31,9 @@ MEGATRON_FP16 = "2,2,12"
 @cache
 def formula(**shape: Any) -> Profile:
     """Return a transformer by the published formulas, with 1 TFLOP/s unless another rate is given."""
-    return api.profile(from_formula="transformer", **{"dtype": "bf16", "rate": "1TFLOP/s", "batch_sizes": 1, **shape})
+    return planner.profile(
+        from_formula="transformer", **{"dtype": "bf16", "rate": "1TFLOP/s", "batch_sizes": 1, **shape}
+    )
 
 
 def gpt(line: dict[str, str], vocabulary: int) -> Profile:

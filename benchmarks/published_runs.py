@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from planner import api
+import planner
 from planner.core.cost.costs import costs_at
 from planner.core.cost.evaluate import Evaluation
 from planner.core.cost.partition import Partition
@@ -175,7 +175,7 @@ def cut_rows() -> Iterator[Cuts]:
     lines = read("gpt-8xa100")
     for even, by_hand in zip(lines[::2], lines[1::2], strict=True):
         profile, authors = layers_of(even), _with_ends(by_hand["layers_per_stage"])
-        solved = api.solve(
+        solved = planner.solve(
             profile,
             devices=len(authors),
             mem="900TB",
@@ -259,7 +259,7 @@ def searched_rows() -> Iterator[Row]:
         # 32 of 34 + 5as/h bytes of an element of sbh are kept from I to W.
         scores = 5 * int(line["heads"]) * 1024 / int(line["hidden"])
         profile = _stages_of(line, 1, saved_bytes=10**9, weight_held_bytes=round(10**9 * 32 / (34 + scores)))
-        plan = api.solve(
+        plan = planner.solve(
             profile,
             devices=devices,
             mem=2 * devices * 10**9 + 10**6,

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from planner import api
+import planner
 from planner.core.cost.costs import costs_at
 from planner.core.cost.partition import Partition
 from planner.core.values.balance import Balance, StageBalance
@@ -128,7 +128,9 @@ def profile_of(loaded: LoadedModel, size: int) -> Profile:
 def predicted_bytes(profile: Profile, recompute: Recompute, micro_batches: int) -> int:
     """Return the bytes of one stage with the whole model, without the optimizer's state."""
     (size,) = profile.micro_batch_sizes
-    plan = api.solve(profile, devices=1, mem="1TB", batch=size * micro_batches, recompute=recompute, schedule="gpipe")
+    plan = planner.solve(
+        profile, devices=1, mem="1TB", batch=size * micro_batches, recompute=recompute, schedule="gpipe"
+    )
     memory = plan.stages[0].memory
     return memory.total - memory.optimizer
 
@@ -181,7 +183,7 @@ def compare(profile: Profile, *, stages: int, micro_batches: int, recompute: Rec
     layers = len(profile.layers)
     cuts = [layers * (k + 1) // stages - layers * k // stages for k in range(stages)]
     asked = {"devices": stages, "mem": "1TB", "batch": size * micro_batches, "micro_batches": micro_batches}
-    plan = api.solve(profile, **asked, recompute=recompute, schedule="gpipe", balance=cuts)
+    plan = planner.solve(profile, **asked, recompute=recompute, schedule="gpipe", balance=cuts)
     partition = Partition.of(plan, [layer.name for layer in profile.layers])
     with TemporaryDirectory() as folder:
         emitted = emit(plan, profile, folder=folder, profile_folder=".")

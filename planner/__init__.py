@@ -23,19 +23,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from planner.api import (
-        check,
-        compare,
-        emit,
-        explore,
-        export,
-        load_plan,
-        profile,
-        solve,
-        solve_family,
-        sweep,
-        verify,
-    )
+    from planner.api.checking import check
+    from planner.api.comparing import compare
+    from planner.api.emitting import emit
+    from planner.api.exploring import explore
+    from planner.api.exporting import export
+    from planner.api.profiling import profile
+    from planner.api.reading import load_plan
+    from planner.api.solving import solve, solve_family, sweep
+    from planner.api.verifying import verify
     from planner.core.errors import PlannerError
     from planner.core.values.plan import Plan
     from planner.core.values.profile import Profile
@@ -78,10 +74,20 @@ def lazy_attributes(package: str, modules: Mapping[str, str]) -> Callable[[str],
 __getattr__ = lazy_attributes(
     __name__,
     {
-        **dict.fromkeys(__all__, "api"),
         "Plan": "core.values.plan",
         "PlannerError": "core.errors",
         "Profile": "core.values.profile",
+        "check": "api.checking",
+        "compare": "api.comparing",
+        "emit": "api.emitting",
+        "explore": "api.exploring",
+        "export": "api.exporting",
+        "load_plan": "api.reading",
+        "profile": "api.profiling",
+        "solve": "api.solving",
+        "solve_family": "api.solving",
+        "sweep": "api.solving",
+        "verify": "api.verifying",
     },
 )
 

@@ -31,10 +31,10 @@ def check(
     `gpipe-plan explain GP101` explains a finding.
     """
     import_numpy_without_threads()
-    from planner import api
+    import planner
 
     check_format(format_, _FORMATS)
-    verdict = api.check(plan, **option_values(options))
+    verdict = planner.check(plan, **option_values(options))
     Console(quiet=quiet).result(_text(verdict, plan, format_))
     raise typer.Exit(ExitCode.OK if verdict.fits else ExitCode.NO)
 

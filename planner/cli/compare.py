@@ -16,10 +16,10 @@ def compare(
 ) -> None:
     """Compare plans, for example for other memory limits, devices or schedules."""
     import_numpy_without_threads()
-    from planner import api
+    import planner
     from planner.show.gate import comparison_markdown
     from planner.show.terminal.plans import plan_comparison_text
 
     check_format(format_, MARKDOWN)
-    compared = api.compare(*plans)
+    compared = planner.compare(*plans)
     Console(quiet=quiet).result(formatted(compared, format_, text=plan_comparison_text, markdown=comparison_markdown))

@@ -18,11 +18,12 @@ def explore(
     quiet: Quiet = False,
 ) -> None:
     """Write an interactive report with adjustable cuts, schedule and memory limits."""
-    from planner import api, files
+    import planner
+    from planner import files
 
     as_json = check_format(format_)
     console = Console(quiet=quiet)
-    page = api.explore(plan, **option_values(replace(options, output=None if output == "-" else output)))
+    page = planner.explore(plan, **option_values(replace(options, output=None if output == "-" else output)))
     if output == "-":
         console.result(page)
     else:

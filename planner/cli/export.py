@@ -21,10 +21,11 @@ def export(
     quiet: Quiet = False,
 ) -> None:
     """Write the weights of a checkpoint as one state dict of the unpartitioned model."""
-    from planner import api, files
+    import planner
+    from planner import files
 
     as_json = check_format(format_)
-    done = api.export(checkpoint, output)
+    done = planner.export(checkpoint, output)
     console = Console(quiet=quiet)
     words = {"output": output, "checkpoint": str(done.checkpoint), "tensors": done.tensors}
     console.result(files.json_text(words) if as_json else output)

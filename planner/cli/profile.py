@@ -50,7 +50,7 @@ def profile(
 
 
 def _measured(console: Console, model: str | None, options: ProfileOptions) -> "Profile":
-    from planner import api
+    import planner
     from planner.api.profiling import partial_profile_path
 
     try:
@@ -62,7 +62,7 @@ def _measured(console: Console, model: str | None, options: ProfileOptions) -> "
             reporting = replace(
                 options, progress=progress, note=lambda text: console.note(f"note: {text}"), warn=console.warning
             )
-            return api.profile(model, **option_values(reporting))
+            return planner.profile(model, **option_values(reporting))
     except KeyboardInterrupt as interrupt:
         unfinished = partial_profile_path(options.output)
         partial = getattr(interrupt, "partial", None)

@@ -124,11 +124,11 @@ def _stopped_by_interrupt() -> Iterator[Callable[[], bool]]:
 
 
 def _plans(source: "ProfileSource", options: SolveOptions) -> "tuple[Plan, ...]":
-    from planner import api
+    import planner
     from planner.core.errors import SolverError
 
     try:
-        return api.solve_family(source, **option_values(options))
+        return planner.solve_family(source, **option_values(options))
     except SolverError:
         if options.watch.is_stopped():
             raise KeyboardInterrupt from None

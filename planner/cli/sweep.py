@@ -20,14 +20,14 @@ def sweep(
     quiet: Quiet = False,
 ) -> None:
     """Find the best plan for every number of devices and memory limit. Exit code 1: no plan fits."""
-    from planner import api
+    import planner
     from planner.show.gate import sweep_markdown
     from planner.show.terminal.plans import sweep_text
 
     console, notes = Console(quiet=quiet), list[str]()
     check_format(format_, MARKDOWN)
     with console.progress("solving every cell") as progress:
-        answers = api.sweep(profile, **option_values(replace(options, progress=progress, note=notes.append)))
+        answers = planner.sweep(profile, **option_values(replace(options, progress=progress, note=notes.append)))
     for note in notes:
         console.note(f"note: {note}")
     console.result(formatted(answers, format_, text=sweep_text, markdown=sweep_markdown))

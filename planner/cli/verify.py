@@ -28,13 +28,16 @@ def verify(
     `verify` starts torchrun with one process for every device of the plan, or reads a finished run (`--run`). It writes
     the measured costs to calibration.yaml, for `gpipe-plan solve --calibration`.
     """
-    from planner import api, files
+    import planner
+    from planner import files
     from planner.show.terminal.run import verification_text
 
     console = Console(quiet=quiet)
     as_json = check_format(format_)
     with console.progress(f"{'running' if options.run is None else 'judging'} {plan}") as progress:
-        verification = api.verify(plan, **option_values(replace(options, calibration=calibration, progress=progress)))
+        verification = planner.verify(
+            plan, **option_values(replace(options, calibration=calibration, progress=progress))
+        )
     console.result(files.json_text(verification) if as_json else verification_text(verification, style_for_stdout()))
     console.note(f"wrote {calibration}")
     if not verification.agrees:

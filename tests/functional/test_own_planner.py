@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from planner.api import emit, solve
+from planner import emit, solve
 from planner.core.values.profile import Model
 from tests.support import gate
 

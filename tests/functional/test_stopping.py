@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from planner import api, files
+import planner
+from planner import files
 from planner.cli import solve
 from planner.core.errors import SolverError
 from tests.support.chains import random_profile
@@ -39,7 +40,7 @@ def test_ctrl_c_returns_the_best_plan_so_far(tmp_path: Path, capsys: Capsys, mon
     assert "best plan of each schedule" not in stopped.out
     assert call(capsys, "check").code == 0
     assert signal.getsignal(signal.SIGINT) is handler
-    monkeypatch.setattr(api, "solve_family", stopped_too_early)
+    monkeypatch.setattr(planner, "solve_family", stopped_too_early)
     assert call(capsys, *SOLVE).code == 130
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from planner import api
+import planner
 from planner.core.cost.costs import costs_at
 from planner.core.cost.memory import stage_memory
 from planner.core.values.plan import Recompute
@@ -183,6 +183,6 @@ def test_recomputation_keeps_cached_copies_of_weights(*, use_reentrant: bool, mo
 def test_the_equivalence_check_runs_beside_cuda() -> None:
     """The check forks processes, which this process could not after it has used CUDA."""
     torch.zeros(1, device=CUDA)
-    profile = api.profile(ROOT / "sample_models" / "mlp.py", batch_sizes=(2,), device="cuda", time_budget="0s")
+    profile = planner.profile(ROOT / "sample_models" / "mlp.py", batch_sizes=(2,), device="cuda", time_budget="0s")
     assert profile.proof is not None
     assert profile.proof.cuts == len(profile.layers) - 1

@@ -15,7 +15,7 @@ import pytest
 import typer
 
 import planner
-from planner import api, files
+from planner import files
 from planner.core.errors import FileError, InfeasibleError, StaleError, UsageError
 from planner.core.values.cluster import Link
 from planner.core.values.profile import Model
@@ -23,6 +23,8 @@ from tests.support import gate
 from tests.support.cli import environment
 from tests.support.docs import blocks
 from tests.support.profiles import profile_of
+
+VERBS = sorted(set(planner.__all__) - {"__version__", "Plan", "PlannerError", "Profile"})
 
 
 @pytest.fixture
@@ -68,7 +70,7 @@ def command_options(verb: str) -> dict[str, Any]:
 @pytest.mark.parametrize("verb", ["profile", "solve", "emit", "check", "explore", "verify", "compare", "sweep"])
 def test_functions_have_the_options_of_their_commands(verb: str) -> None:
     """Functions have the same defaults, but write a file only if one is named."""
-    parameters = inspect.signature(getattr(api, verb)).parameters
+    parameters = inspect.signature(getattr(planner, verb)).parameters
     ours = {name: p.default for name, p in parameters.items() if name != "progress"}
     theirs = command_options(verb)
     for more in (
@@ -87,9 +89,9 @@ def test_functions_have_the_options_of_their_commands(verb: str) -> None:
             assert theirs[name] in (default, [default]), name  # `solve` takes several profiles
 
 
-@pytest.mark.parametrize("verb", api.__all__)
+@pytest.mark.parametrize("verb", VERBS)
 def test_functions_are_documented_and_typed(verb: str) -> None:
-    function = getattr(api, verb)
+    function = getattr(planner, verb)
     signature = inspect.signature(function)
     assert signature.return_annotation is not inspect.Signature.empty
     for name, parameter in signature.parameters.items():
@@ -99,7 +101,7 @@ def test_functions_are_documented_and_typed(verb: str) -> None:
 
 @pytest.mark.parametrize("verb", ["profile", "solve", "emit", "check", "explore", "verify", "sweep"])
 def test_unknown_keywords_are_refused_with_a_suggestion(verb: str) -> None:
-    known = "output" if "output" in inspect.signature(getattr(api, verb)).parameters else "profile"
+    known = "output" if "output" in inspect.signature(getattr(planner, verb)).parameters else "profile"
     message = rf"{verb}\(\) got an unexpected keyword argument `{known}s`; did you mean `{known}`"
     with pytest.raises(TypeError, match=message):
         getattr(planner, verb)("nowhere.yaml", **{f"{known}s": 2})
@@ -140,17 +142,16 @@ def test_solve_is_a_function_and_a_subpackage_in_any_import_order(here: Path, fi
     others = (way for name, way in ORDERS.items() if name != first)
     call = f"assert type(f({str(here / 'profile.yaml')!r}, devices=2, mem='2MB', batch=4)).__name__ == 'Plan'"
     lines = [ORDERS[first], call, *(f"{way}\n{call}" for way in others)]
-    lines += ["import planner.api", "from planner.solve import Request", "assert planner.solve is planner.api.solve"]
+    lines += ["from planner.api.solving import solve", "from planner.solve import Request"]
+    lines += ["assert planner.solve is solve"]
     python("\n".join(lines))
 
 
-def test_every_command_is_a_function_with_its_signature() -> None:
-    for verb in api.__all__:
-        assert callable(getattr(planner, verb))
-        assert inspect.signature(getattr(planner, verb)) == inspect.signature(getattr(api, verb))
+def test_every_command_is_a_function() -> None:
+    for verb in VERBS:
+        assert getattr(planner, verb).__module__.startswith("planner.api.")
     with pytest.raises(AttributeError, match="slove"):
         planner.slove  # noqa: B018
-    assert set(planner.__all__) == {"__version__", "Plan", "PlannerError", "Profile", *api.__all__}
 
 
 # Values and paths

@@ -5,18 +5,18 @@ from typing import Any
 
 import pytest
 
-from planner import api
+import planner
 from planner.core.judge.verdict import certificate_problems
 from planner.core.values.plan import Plan, Predicted, SolverReport
 from tests.support import gate
 
 
 def solved(**options: Any) -> Plan:
-    return api.solve(gate.profile(), devices=3, mem="2MB", batch=4, **options)
+    return planner.solve(gate.profile(), devices=3, mem="2MB", batch=4, **options)
 
 
 def codes(plan: Plan) -> list[str]:
-    return [found.code for found in api.check(plan, profile=gate.profile()).findings]
+    return [found.code for found in planner.check(plan, profile=gate.profile()).findings]
 
 
 def test_solved_plans_have_no_findings() -> None:
@@ -30,7 +30,7 @@ def test_solved_plans_have_no_findings() -> None:
 def test_edited_predictions_are_reported(name: str) -> None:
     plan = solved()
     edited = replace(plan, predicted=replace(plan.predicted, **{name: 1 + 2 * getattr(plan.predicted, name)}))
-    found = api.check(edited, profile=gate.profile()).findings
+    found = planner.check(edited, profile=gate.profile()).findings
     assert [each.code for each in found] == ["GP203"]
     assert name == "step_us" or f"`predicted.{name}`" in found[0].message
 
@@ -40,7 +40,7 @@ def test_edited_stages_are_reported(name: str) -> None:
     plan = solved()
     stage = replace(plan.stages[1], **{name: 1 + 2 * getattr(plan.stages[1], name)})
     edited = replace(plan, stages=(plan.stages[0], stage, *plan.stages[2:]))
-    found = api.check(edited, profile=gate.profile()).findings
+    found = planner.check(edited, profile=gate.profile()).findings
     assert "GP203" in [each.code for each in found]
     assert any(f"`stages[1].{name}`" in each.message for each in found)
 
@@ -60,7 +60,7 @@ def test_false_certificates_are_reported() -> None:
         SolverReport(method="x", status="optimal", lower_bound_us=step_us, named_lower_bound_us=step_us),
         SolverReport(method="x", status="feasible", lower_bound_us=1.0, gap=1 - 1 / step_us, named_lower_bound_us=0.5),
     ):
-        verdict = api.check(replace(slow, solver=report), profile=gate.profile())
+        verdict = planner.check(replace(slow, solver=report), profile=gate.profile())
         assert [each.code for each in verdict.findings] == ["GP205"], report
         assert verdict.plan.solver.status == "given"
     assert certificate_problems(slow, slow.solver) == ()

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from planner import api, files
+import planner
+from planner import files
 from planner.core.errors import UsageError
 from planner.core.judge.verdict import Verdict, judge, with_findings
 from planner.core.values.findings import RULES, finding, rule_of_code
@@ -21,22 +22,22 @@ from tests.support.profiles import profile_of
 def _renamed() -> Verdict:
     was = gate.profile()
     other = replace(was, layers=(*was.layers[:-1], replace(was.layers[-1], name="head")))
-    return api.check(gate.plan(), profile=other)
+    return planner.check(gate.plan(), profile=other)
 
 
 def _edited() -> Verdict:
     plan = gate.plan()
-    return api.check(replace(plan, predicted=replace(plan.predicted, step_us=1.0)), profile=gate.profile())
+    return planner.check(replace(plan, predicted=replace(plan.predicted, step_us=1.0)), profile=gate.profile())
 
 
 def _slower() -> Verdict:
     layers = tuple(replace(layer, forward_us=(900.0,)) for layer in gate.profile().layers)
     before = gate.plan(replace(gate.profile(), layers=layers))
-    return api.check(gate.plan(), profile=gate.profile(), against=before)
+    return planner.check(gate.plan(), profile=gate.profile(), against=before)
 
 
 def _another_model() -> Verdict:
-    verdict = api.check(gate.plan(), profile=gate.profile())
+    verdict = planner.check(gate.plan(), profile=gate.profile())
     return with_findings(verdict, [finding("GP301", 'layer "h.1" is new')])
 
 
@@ -55,37 +56,37 @@ _RIGHT = Proof(layers=6, cuts=5, gradients=6)
 
 def _boasting() -> Verdict:
     plan = gate.plan()
-    slow = api.solve(gate.profile(), devices=3, mem="2MB", batch=4, balance=(4, 1, 1), micro_batches=4)
+    slow = planner.solve(gate.profile(), devices=3, mem="2MB", batch=4, balance=(4, 1, 1), micro_batches=4)
     step_us = slow.predicted.step_us
-    return api.check(replace(slow, solver=replace(plan.solver, lower_bound_us=step_us)), profile=gate.profile())
+    return planner.check(replace(slow, solver=replace(plan.solver, lower_bound_us=step_us)), profile=gate.profile())
 
 
 def _large() -> Verdict:
     layers = tuple(replace(gate.profile().layers[0], name=f"h.{n}") for n in range(2500))
     large = replace(gate.profile(), layers=layers)
-    plan = api.solve(large, devices=10, mem="1GB", batch=4, balance=(250,) * 10)
+    plan = planner.solve(large, devices=10, mem="1GB", batch=4, balance=(250,) * 10)
     claimed = replace(plan.solver, status="optimal", lower_bound_us=plan.predicted.step_us)
-    return api.check(replace(plan, solver=claimed), profile=large)
+    return planner.check(replace(plan, solver=claimed), profile=large)
 
 
 def _estimated() -> Verdict:
     profile = replace(gate.profile(), device=replace(gate.profile().device, how="estimated"))
-    return api.check(gate.plan(profile), profile=profile)
+    return planner.check(gate.plan(profile), profile=profile)
 
 
 def _extrapolated() -> Verdict:
-    plan = api.solve(gate.two_sizes(), devices=2, mem="4MB", batch=8, micro_batches=2, extrapolate=True)
-    return api.check(plan, profile=gate.two_sizes())
+    plan = planner.solve(gate.two_sizes(), devices=2, mem="4MB", batch=8, micro_batches=2, extrapolate=True)
+    return planner.check(plan, profile=gate.two_sizes())
 
 
 PROVOKED = {
-    "GP101": lambda: api.check(gate.plan(), profile=gate.profile(), mem="900kB"),
-    "GP102": lambda: api.check(gate.plan(), profile=gate.profile(), headroom="9%"),
-    "GP103": lambda: api.check(gate.plan(), profile=gate.profile(), mem="920kB"),
-    "GP201": lambda: api.check(gate.plan(), profile=gate.profile(widened=1)),
+    "GP101": lambda: planner.check(gate.plan(), profile=gate.profile(), mem="900kB"),
+    "GP102": lambda: planner.check(gate.plan(), profile=gate.profile(), headroom="9%"),
+    "GP103": lambda: planner.check(gate.plan(), profile=gate.profile(), mem="920kB"),
+    "GP201": lambda: planner.check(gate.plan(), profile=gate.profile(widened=1)),
     "GP202": _renamed,
     "GP203": _edited,
-    "GP204": lambda: api.check(gate.plan(), profile=gate.profile(), device="h100"),
+    "GP204": lambda: planner.check(gate.plan(), profile=gate.profile(), device="h100"),
     "GP205": _boasting,
     "GP206": _large,
     "GP207": _estimated,
@@ -96,7 +97,7 @@ PROVOKED = {
     "GP304": lambda: _verdict_with_proof(
         replace(_RIGHT, layers=3, cuts=2, reason='from "h.3" on it takes more than 30 s here')
     ),
-    "GP401": lambda: api.check(gate.plan(gate.profile(1000)), profile=gate.profile(1000), against=gate.plan()),
+    "GP401": lambda: planner.check(gate.plan(gate.profile(1000)), profile=gate.profile(1000), against=gate.plan()),
     "GP402": _slower,
 }
 
@@ -116,7 +117,7 @@ def test_findings_have_the_severity_of_their_rule(code: str) -> None:
 
 
 def test_unchanged_plan_has_no_findings() -> None:
-    assert api.check(gate.plan(), profile=gate.profile(), against=gate.plan()).findings == ()
+    assert planner.check(gate.plan(), profile=gate.profile(), against=gate.plan()).findings == ()
 
 
 def test_verified_stages_have_no_findings() -> None:
@@ -131,8 +132,8 @@ def test_skipped_equivalence_check_is_reported_with_its_reason() -> None:
 
 
 def test_strict_treats_warnings_but_not_notes_as_errors() -> None:
-    assert not api.check(gate.plan(), profile=gate.profile(), headroom="9%", strict=True).fits
-    assert api.check(gate.plan(), profile=gate.profile(), device="h100", strict=True).fits
+    assert not planner.check(gate.plan(), profile=gate.profile(), headroom="9%", strict=True).fits
+    assert planner.check(gate.plan(), profile=gate.profile(), device="h100", strict=True).fits
 
 
 @pytest.mark.parametrize("known", RULES, ids=lambda known: known.code)
@@ -161,13 +162,13 @@ def test_findings_page_matches_the_rules() -> None:
 
 def test_suggested_limit_and_cuts_fit() -> None:
     profile = gate.profile()
-    plan = api.solve(profile, devices=3, mem="1MB", batch=4, schedule="gpipe")
-    verdict = api.check(plan, profile=profile, mem="900kB")
+    plan = planner.solve(profile, devices=3, mem="1MB", batch=4, schedule="gpipe")
+    verdict = planner.check(plan, profile=profile, mem="900kB")
     advised = re.search(r"the whole plan fits with `--mem (\S+)`", verdict.would_fit[0])
-    assert api.check(plan, profile=profile, mem=advised[1]).fits
+    assert planner.check(plan, profile=profile, mem=advised[1]).fits
     cuts = re.search(r"the cuts \[([\d, ]+)\] with M = (\d+)", verdict.would_fit[1])
     assert "--devices 3 --mem 900kB --batch 4 --schedule gpipe`" in verdict.would_fit[1]
-    other = api.solve(
+    other = planner.solve(
         profile, devices=3, mem="900kB", batch=4, schedule="gpipe", balance=cuts[1], micro_batches=cuts[2]
     )
     assert max(other.peak_bytes_by_device()) <= 900_000
@@ -176,23 +177,23 @@ def test_suggested_limit_and_cuts_fit() -> None:
 def test_suggested_command_uses_all_checked_memory() -> None:
     """For an estimate, `solve` would keep headroom by default."""
     profile = replace(gate.profile(), device=replace(gate.profile().device, how="estimated"))
-    plan = api.solve(profile, devices=3, mem="1MB", batch=4, schedule="gpipe", headroom="0%")
-    verdict = api.check(plan, profile=profile, mem="900kB")
+    plan = planner.solve(profile, devices=3, mem="1MB", batch=4, schedule="gpipe", headroom="0%")
+    verdict = planner.check(plan, profile=profile, mem="900kB")
     assert "--devices 3 --mem 900kB --headroom 0% --batch 4 --schedule gpipe" in verdict.would_fit[1]
 
 
 @pytest.mark.parametrize(("schedule", "chunks"), [("auto", "auto"), ("interleaved", "auto"), ("interleaved", "2")])
 def test_suggested_cuts_of_chunks_work_as_options(schedule: str, chunks: str) -> None:
     profile = profile_of([10.0] * 12, [20.0] * 12, saved_bytes=100)
-    plan = api.solve(profile, devices=2, mem=20_000, batch=8, schedule=schedule, chunks=chunks)
+    plan = planner.solve(profile, devices=2, mem=20_000, batch=8, schedule=schedule, chunks=chunks)
     assert plan.chunks > 1
     cap = max(plan.peak_bytes_by_device()) - 1
-    _, advice = api.check(plan, profile=profile, mem=cap).would_fit
+    _, advice = planner.check(plan, profile=profile, mem=cap).would_fit
     suggested = re.search(
         r"cuts \[([\d, ]+)\] with M = (\d+), `--schedule (\w+) --chunks (\d)`, (\S+ \S+) per step .*: `(.*)`", advice
     )
     assert suggested is not None, advice
-    other = api.solve(
+    other = planner.solve(
         profile,
         devices=2,
         mem=cap,
@@ -209,15 +210,15 @@ def test_suggested_cuts_of_chunks_work_as_options(schedule: str, chunks: str) ->
 
 def test_large_plans_get_a_device_suggestion() -> None:
     big = gate.profile(widened=10 * 10**9)
-    verdict = api.check(gate.plan(), profile=big)
+    verdict = planner.check(gate.plan(), profile=big)
     assert "`--device rtx3090` has" in verdict.would_fit[0] or "`--device a10` has" in verdict.would_fit[0]
     card = re.search(r"--device (\S+)` has", verdict.would_fit[0])
-    assert api.check(gate.plan(), profile=big, device=card[1]).exceeds_limit is False
+    assert planner.check(gate.plan(), profile=big, device=card[1]).exceeds_limit is False
 
 
 def test_comparison_of_plans_with_different_numbers_of_stages() -> None:
-    two = api.solve(gate.profile(), devices=2, mem="2MB", batch=4, schedule="gpipe")
-    difference = api.check(gate.plan(), profile=gate.profile(), against=two).difference
+    two = planner.solve(gate.profile(), devices=2, mem="2MB", batch=4, schedule="gpipe")
+    difference = planner.check(gate.plan(), profile=gate.profile(), against=two).difference
     assert [stage.bytes_before is None for stage in difference.stages] == [False, False, True]
     assert difference.stages[2].bytes == gate.plan().stages[2].memory.total
     assert difference.stages[2].more_bytes == 0
@@ -233,5 +234,5 @@ def test_large_plans_are_not_solved_again() -> None:
     """A check answers at once, so only the limit is suggested for thousands of layers."""
     layers = tuple(replace(gate.profile().layers[0], name=f"h.{n}") for n in range(2500))
     large = replace(gate.profile(), layers=layers)
-    plan = api.solve(large, devices=10, mem="1GB", batch=4, balance=(250,) * 10)
-    assert len(api.check(plan, profile=large, mem="1MB").would_fit) == 1
+    plan = planner.solve(large, devices=10, mem="1GB", batch=4, balance=(250,) * 10)
+    assert len(planner.check(plan, profile=large, mem="1MB").would_fit) == 1

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from planner import api
+import planner
 from planner.core.judge.certainty import STEP_ERRORS, certainty_of
 from planner.core.values.devices import ACCELERATORS
 from planner.core.values.sustained import SUSTAINED, sustained_rate
@@ -39,8 +39,8 @@ def test_model_kind_without_runs_uses_another_rate_without_range() -> None:
     ],
 )
 def test_predictions_have_the_error_range_of_their_rate(shape: dict, device: str, more: dict, kind: str | None) -> None:
-    profile = api.profile(**shape, device=f"estimate:{device}", batch_sizes="1", **more)
-    plan = api.solve(profile, devices=2, batch=4, schedule="gpipe")
+    profile = planner.profile(**shape, device=f"estimate:{device}", batch_sizes="1", **more)
+    plan = planner.solve(profile, devices=2, batch=4, schedule="gpipe")
     errors = None if kind is None else (STEP_ERRORS[kind].least, STEP_ERRORS[kind].most)
     assert certainty_of(plan, profile).step_ratio == errors
 
@@ -48,9 +48,9 @@ def test_predictions_have_the_error_range_of_their_rate(shape: dict, device: str
 @pytest.mark.slow
 def test_accuracy_mentions_token_exchange_of_divided_experts() -> None:
     alone, divided = (
-        api.profile(**EXPERTS, device="estimate:h100", batch_sizes="1", expert_parallel=groups) for groups in (1, 2)
+        planner.profile(**EXPERTS, device="estimate:h100", batch_sizes="1", expert_parallel=groups) for groups in (1, 2)
     )
-    plan = api.solve(divided, devices=4, batch=4, replicas=2, schedule="gpipe")
+    plan = planner.solve(divided, devices=4, batch=4, replicas=2, schedule="gpipe")
     assert certainty_of(plan, divided).source.endswith("without more time to exchange tokens of experts")
-    plan = api.solve(alone, devices=4, batch=4, replicas=2, schedule="gpipe")
+    plan = planner.solve(alone, devices=4, batch=4, replicas=2, schedule="gpipe")
     assert "exchange" not in certainty_of(plan, alone).source

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from planner import api
+import planner
 from planner.core.cost.workload import training_run, workload_of
 from planner.core.errors import UsageError
 from planner.core.values.devices import ACCELERATORS, peak_flops_per_s
@@ -17,7 +17,7 @@ SHAPE = {"layers": 4, "hidden": 64, "heads": 4, "sequence": 128, "vocabulary": 1
 
 def by_formula(**other: object) -> Profile:
     options = {"device": "estimate:a100-80gb", "dtype": "bf16-mixed", "rate": "100TFLOP/s", "batch_sizes": "1,2"}
-    return api.profile(from_formula="transformer", **SHAPE, **{**options, **other})
+    return planner.profile(from_formula="transformer", **SHAPE, **{**options, **other})
 
 
 def test_model_flops_are_three_times_the_forward() -> None:
@@ -27,7 +27,7 @@ def test_model_flops_are_three_times_the_forward() -> None:
     workload = workload_of(profile)
     assert workload.flops == pytest.approx(3 * forward)
     assert workload.tokens == 128
-    plan = api.solve(profile, devices=1, batch=8, recompute="never", schedule="gpipe")
+    plan = planner.solve(profile, devices=1, batch=8, recompute="never", schedule="gpipe")
     optimizer_us = sum(layer.optimizer_us for layer in profile.layers)
     computing = 1 - optimizer_us / plan.predicted.step_us
     # Attention's backward takes four products for two of the forward: also two forwards.
@@ -37,7 +37,9 @@ def test_model_flops_are_three_times_the_forward() -> None:
 
 def test_recomputation_lowers_the_utilization() -> None:
     profile = by_formula()
-    kept, again = (api.solve(profile, devices=2, batch=8, recompute=r, schedule="gpipe") for r in ("never", "always"))
+    kept, again = (
+        planner.solve(profile, devices=2, batch=8, recompute=r, schedule="gpipe") for r in ("never", "always")
+    )
     ratio = kept.predicted.step_us / again.predicted.step_us
     assert again.predicted.flops_utilization == pytest.approx(kept.predicted.flops_utilization * ratio)
     assert ratio < 0.9
@@ -46,7 +48,7 @@ def test_recomputation_lowers_the_utilization() -> None:
 @pytest.mark.slow
 def test_gpus_of_a_stage_share_its_flops() -> None:
     one, two = (
-        api.solve(
+        planner.solve(
             by_formula(tensor_parallel=t),
             devices=2 * t,
             batch=8,
@@ -97,7 +99,7 @@ def test_tokens_of_a_sample_are_a_setting_or_those_of_the_inputs(model: Model, t
 
 
 def solved(**options: object) -> Plan:
-    return api.solve(by_formula(), devices=2, batch=8, schedule="gpipe", **options)
+    return planner.solve(by_formula(), devices=2, batch=8, schedule="gpipe", **options)
 
 
 def test_duration_and_cost_of_a_training_run() -> None:
@@ -121,7 +123,7 @@ def test_cost_includes_unused_devices() -> None:
 
 def test_invalid_training_lengths_and_prices_are_refused() -> None:
     with pytest.raises(UsageError, match="does not state the tokens of a sample") as refused:
-        api.solve(profile_of([1.0] * 2), devices=1, mem="1GB", tokens="1T")
+        planner.solve(profile_of([1.0] * 2), devices=1, mem="1GB", tokens="1T")
     assert "--samples" in refused.value.hint
     with pytest.raises(UsageError, match="give one of them"):
         solved(tokens="1T", samples="1M")
@@ -136,7 +138,7 @@ def test_invalid_training_lengths_and_prices_are_refused() -> None:
 def test_check_recomputes_the_training_run() -> None:
     profile = by_formula()
     plan = solved(tokens="15T", price="2.50")
-    verdict = api.check(plan, profile=profile)
+    verdict = planner.check(plan, profile=profile)
     assert verdict.plan.training == plan.training
     assert (plan.inputs.tokens, plan.inputs.price) == (15 * 10**12, 2.5)
 

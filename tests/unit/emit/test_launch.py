@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from planner import files
-from planner.api import emit
+from planner import emit, files
 from planner.core.errors import FileError, UsageError
 from planner.core.values.nodes import Nodes
 from planner.core.values.plan import Inputs, Plan, ProfileReference

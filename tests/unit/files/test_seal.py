@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from planner import api, files
+import planner
+from planner import files
 from planner.core.values.plan import Plan
 from planner.core.values.profile import WritingTool
 from planner.solve.questions import certificate
@@ -13,7 +14,7 @@ from tests.support import gate
 
 
 def solved(**options: object) -> Plan:
-    return api.solve(gate.profile(), devices=3, mem="2MB", batch=4, **options)
+    return planner.solve(gate.profile(), devices=3, mem="2MB", batch=4, **options)
 
 
 @pytest.mark.parametrize("name", ["plan.yaml", "plan.json"])
@@ -49,8 +50,8 @@ def test_check_solves_again_only_without_a_valid_seal(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(certificate, "check_certificate", noted)
     plan = solved()
-    assert api.check(plan, profile=gate.profile()).fits
+    assert planner.check(plan, profile=gate.profile()).fits
     assert solves == []
     slow = replace(plan, solver=replace(plan.solver, lower_bound_us=1.0))
-    api.check(slow, profile=gate.profile())
+    planner.check(slow, profile=gate.profile())
     assert solves == [plan.seal]

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+import planner
 from benchmarks.gpu_estimates import MEASURED, estimates_of
-from planner import api
 from planner.api.options.solving import SolverOptions
 from planner.api.solver_request import request_of
 from planner.core.cost.chain_costs import ChainCosts
@@ -335,9 +335,9 @@ def test_an_estimated_gpu_computes_in_mixed_precision_by_default(tmp_path: Path)
     notes: list[str] = []
     options: dict[str, Any] = {"device": "estimate:h100", "batch_sizes": [1], "proof_budget": "0s"}
     path = tmp_path / "model.py"
-    assert api.profile(path, **options, note=notes.append).environment.dtype == "bf16-mixed"
+    assert planner.profile(path, **options, note=notes.append).environment.dtype == "bf16-mixed"
     assert any("precision bf16-mixed" in note for note in notes)
-    assert api.profile(path, **options, dtype="fp32").environment.dtype == "fp32"
+    assert planner.profile(path, **options, dtype="fp32").environment.dtype == "fp32"
 
 
 def _discard(_value: Any) -> None:

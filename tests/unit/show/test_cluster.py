@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from planner import api, files
+import planner
+from planner import files
 from planner.core.judge.certainty import Certainty, certainty_of
 from planner.core.values.plan import Plan, TrainingRunEstimate
 from planner.core.values.profile import Profile
@@ -23,14 +24,14 @@ SHAPE = {"layers": 4, "hidden": 64, "heads": 4, "sequence": 128, "vocabulary": 1
 
 @pytest.fixture(scope="module")
 def profile() -> Profile:
-    return api.profile(
+    return planner.profile(
         from_formula="transformer", **SHAPE, device="estimate:h100", dtype="bf16", rate="400TFLOP/s", batch_sizes="1,2"
     )
 
 
 @pytest.fixture(scope="module")
 def plan(profile: Profile) -> Plan:
-    return api.solve(profile, devices=2, batch=8, schedule="gpipe", tokens="1T", price="2.50")
+    return planner.solve(profile, devices=2, batch=8, schedule="gpipe", tokens="1T", price="2.50")
 
 
 def test_duration_and_cost_have_the_range_of_the_step(plan: Plan) -> None:
@@ -92,7 +93,7 @@ def test_terminal_report_and_json_show_the_same_figures(profile: Profile, plan: 
 
 def test_plans_without_a_requested_run_show_a_run_of_one_trillion_tokens(profile: Profile, plan: Plan) -> None:
     """The peak rate of a CPU is not known, and such a run would take years on one."""
-    plain = api.solve(profile, devices=2, batch=8, schedule="gpipe")
+    plain = planner.solve(profile, devices=2, batch=8, schedule="gpipe")
     assert plain.training is None
     certainty = certainty_of(plain, profile)
     words = training_words(plan, certainty)
@@ -112,7 +113,7 @@ def test_training_run_survives_a_round_trip(plan: Plan, tmp_path: Path) -> None:
 
 def test_sweep_counts_gpus_if_several_share_each_layer(profile: Profile) -> None:
     wide = replace(profile, tensor_parallel=2)
-    text = sweep_text(api.sweep(wide, devices="2,4", batch=8, schedule="gpipe"), style(160))
+    text = sweep_text(planner.sweep(wide, devices="2,4", batch=8, schedule="gpipe"), style(160))
     assert "smallest that trains: 2 GPUs with" in text
     assert text.splitlines()[1].startswith("GPUs  memory")
 
@@ -120,7 +121,9 @@ def test_sweep_counts_gpus_if_several_share_each_layer(profile: Profile) -> None
 @pytest.mark.slow
 def test_sweep_lists_the_smallest_and_the_cheapest_cluster(profile: Profile) -> None:
     """Costs include unused devices."""
-    sweep = api.sweep(profile, devices="1,2,3,16", batch=8, schedule="gpipe", replicas="auto", samples="1M", price=2)
+    sweep = planner.sweep(
+        profile, devices="1,2,3,16", batch=8, schedule="gpipe", replicas="auto", samples="1M", price=2
+    )
     costs = [cell.training.cost for cell in sweep.cells if cell.training is not None]
     assert len(costs) == len(sweep.cells)
     assert sweep.cheapest is not None

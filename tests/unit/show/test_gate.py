@@ -7,7 +7,8 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from planner import api, files
+import planner
+from planner import files
 from planner.core.judge.verdict import Verdict
 from planner.core.values.findings import RULES, Finding
 from planner.core.values.printable import escape_unprintable
@@ -57,7 +58,7 @@ def test_verdict_equals_its_golden_text(name: str) -> None:
 @pytest.mark.parametrize("name", FORMATS)
 def test_fitting_plan_has_an_answer_in_every_format(name: str) -> None:
     """No reader takes the text for a failure."""
-    text = FORMATS[name](api.check(gate.plan(), profile=gate.profile()))
+    text = FORMATS[name](planner.check(gate.plan(), profile=gate.profile()))
     assert not re.search("GP[0-9]{3} |::error|<failure", text)
     assert text
 
@@ -107,7 +108,7 @@ def test_junit_escapes_unprintable_characters() -> None:
 
 
 def test_warnings_are_failures_with_strict() -> None:
-    verdict = api.check(gate.plan(), profile=gate.profile(), headroom="9%", strict=True)
+    verdict = planner.check(gate.plan(), profile=gate.profile(), headroom="9%", strict=True)
     assert ET.fromstring(junit_xml(verdict, PLACE)).get("failures") == "1"
     assert verdict_text(verdict, WIDE).endswith("refused, because warnings are errors (1 warning)")
 
@@ -152,7 +153,7 @@ def test_sarif_of_standard_input_has_no_file() -> None:
 def test_sarif_fingerprints_do_not_depend_on_bytes() -> None:
     prints = []
     for widened in (400_000, 500_000):
-        verdict = api.check(gate.plan(), profile=gate.profile(widened))
+        verdict = planner.check(gate.plan(), profile=gate.profile(widened))
         results = json.loads(sarif_log(verdict, PLACE))["runs"][0]["results"]
         prints.append([result["partialFingerprints"] for result in results])
     assert prints[0] == prints[1]
@@ -167,10 +168,10 @@ def test_markdown_escapes_names() -> None:
 
 
 def test_comparisons_and_sweeps_equal_their_golden_texts() -> None:
-    comparison = api.compare(gate.plan(), gate.plan(gate.profile(400_000), cap=2_000_000))
+    comparison = planner.compare(gate.plan(), gate.plan(gate.profile(400_000), cap=2_000_000))
     assert_golden(GOLDEN / "compare.txt", plan_comparison_text(comparison, WIDE) + "\n")
     assert_golden(GOLDEN / "compare.md", comparison_markdown(comparison))
-    found = api.sweep(gate.profile(), devices=(1, 2, 3, 8), mem="500kB,900kB,2MB", batch=4)
+    found = planner.sweep(gate.profile(), devices=(1, 2, 3, 8), mem="500kB,900kB,2MB", batch=4)
     assert_golden(GOLDEN / "sweep.txt", sweep_text(found, WIDE) + "\n")
     assert_golden(GOLDEN / "sweep.md", sweep_markdown(found))
 
@@ -178,8 +179,8 @@ def test_comparisons_and_sweeps_equal_their_golden_texts() -> None:
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_comparisons_and_sweeps_fit_the_terminal(width: int) -> None:
     narrow = style(width)
-    comparison = api.compare(gate.plan(), gate.plan(gate.profile(400_000), cap=2_000_000))
-    found = api.sweep(gate.profile(), devices=(1, 2, 3), mem="500kB,2MB", batch=4)
+    comparison = planner.compare(gate.plan(), gate.plan(gate.profile(400_000), cap=2_000_000))
+    found = planner.sweep(gate.profile(), devices=(1, 2, 3), mem="500kB,2MB", batch=4)
     for text in (
         plan_comparison_text(comparison, narrow),
         sweep_text(found, narrow),
@@ -191,8 +192,8 @@ def test_comparisons_and_sweeps_fit_the_terminal(width: int) -> None:
 @pytest.mark.parametrize("width", [60, 84])
 def test_narrow_tables_drop_columns_instead_of_cutting_numbers(width: int) -> None:
     narrow = style(width)
-    found = api.sweep(gate.profile(), devices=(1, 2, 3), mem="500kB,2MB", batch=4, schedule="gpipe")
-    comparison = api.compare(gate.plan(), gate.plan(gate.profile(400_000), cap=2_000_000))
+    found = planner.sweep(gate.profile(), devices=(1, 2, 3), mem="500kB,2MB", batch=4, schedule="gpipe")
+    comparison = planner.compare(gate.plan(), gate.plan(gate.profile(400_000), cap=2_000_000))
     lines = sweep_text(found, narrow).splitlines()
     assert lines[-3] == "smallest that trains: 1 device with 2MB, 44.4 samples/s"
     assert any(line.split()[:2] == ["3", "2MB"] and "111.1" in line for line in lines)

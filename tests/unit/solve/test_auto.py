@@ -9,7 +9,7 @@ from math import inf
 import numpy as np
 import pytest
 
-from planner import api
+import planner
 from planner.api.options.solving import SolverOptions
 from planner.api.solver_request import request_of
 from planner.cli.solve import solve as solve_command
@@ -52,7 +52,7 @@ def answer(profile: Profile, schedule: str, *, devices: int = 4, batch: int = 16
 
 
 def test_auto_is_the_default_schedule_everywhere() -> None:
-    asked = (api.solve, api.sweep, SolverOptions, solve_command, sweep_command)
+    asked = (planner.solve, planner.sweep, SolverOptions, solve_command, sweep_command)
     assert {inspect.signature(one).parameters["schedule"].default for one in asked} == {DEFAULT_SCHEDULE} == {"auto"}
 
 

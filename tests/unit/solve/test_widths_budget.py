@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from planner import api
+import planner
 from planner.api.options.solving import SolverOptions
 from planner.api.solver_request import request_of
 from planner.core.values.plan import ProfileReference
@@ -22,7 +22,7 @@ CONFIGURATIONS = Path(__file__).parents[3] / "sample_models/configurations"
 def profile_and_request(name: str, schedule: str, nodes: str) -> tuple[Profile, Request]:
     """Return a profile of a model for groups of 4 and 8 GPUs, and a request for a plan."""
     path = CONFIGURATIONS / name / "config.json"
-    profile = api.profile(path, device="estimate:h100", tensor_parallel="4,8")
+    profile = planner.profile(path, device="estimate:h100", tensor_parallel="4,8")
     options = SolverOptions(nodes=nodes, schedule=schedule)
     return profile, request_of(profile, ProfileReference(path="", digest=""), options)
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import planner
 from benchmarks.tpu_composition import RUNS, compare, compiled_bytes, predicted_bytes
-from planner import api
 from planner.core.errors import MeasurementError, ModelError, UsageError
 from planner.core.values.devices import accelerator
 from planner.core.values.profile import Profile
@@ -128,7 +128,7 @@ def test_compiled_layers_have_known_bytes_and_operations(composed: tuple[LoadedM
     # AdamW reads parameter, gradient and two states, and writes all but the gradient.
     assert first.optimizer_us == pytest.approx(1e6 * 7 * parameters / accelerator("tpu:v2").bytes_per_s, rel=0.2)
     # With a step of the optimizer that takes four times as long it would not pay to take turns.
-    assert api.solve(profile, devices=3, mem="tpu:v2", batch=512).micro_batches == 2
+    assert planner.solve(profile, devices=3, mem="tpu:v2", batch=512).micro_batches == 2
 
 
 @pytest.mark.slow

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from planner import api, files
+import planner
+from planner import files
 from planner.core.schedule import SCHEDULES, SEARCHED, SPLITTING
 from planner.core.values.profile import Profile
 from planner.solve import Request, solve
@@ -94,8 +95,8 @@ def test_named_schedules_and_given_cuts_have_no_trade_off() -> None:
 def test_plan_file_has_the_trade_off_only_if_requested(tmp_path: Path) -> None:
     place = tmp_path / "plan.yaml"
     asked = {"devices": 2, "mem": CAP, "batch": 4, "micro_batches": 4, "output": place}
-    assert api.solve(with_split_backward(), **asked).schedules == ()
+    assert planner.solve(with_split_backward(), **asked).schedules == ()
     assert "schedules:" not in place.read_text()
-    plan = api.solve(with_split_backward(), frontier=True, **asked)
+    plan = planner.solve(with_split_backward(), frontier=True, **asked)
     assert len(plan.schedules) >= len(SCHEDULES)
     assert [p.schedule for p in files.read_plan(str(place)).schedules] == [p.schedule for p in plan.schedules]
