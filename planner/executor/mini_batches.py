@@ -15,7 +15,6 @@ from planner.executor.run.loader import (
     ResumableLoader,
     check_loader_state,
     does_sampler_split_data,
-    example_mini_batch,
     repeat_train_batches,
     restore_generators,
     seeded_batches,
@@ -32,6 +31,7 @@ from planner.executor.run.same_batch import NO_CHECKSUMS, BatchChecksums
 from planner.model.label_counts import label_count
 from planner.model.load import Batch, LoadedModel, to_device
 from planner.model.precision import to_precision
+from planner.model.seeding import example_mini_batch
 
 _META = torch.device("meta")
 

@@ -30,7 +30,7 @@ from planner.executor.run.loss_scale import LossScale
 from planner.executor.run.losses import loss_weights_of_parts, sum_losses
 from planner.executor.run.own_optimizers import OwnOptimizers
 from planner.executor.run.parts import MiniBatchPart, micro_batches_of
-from planner.executor.run.random_state import StepSeeds, keeping_random_state
+from planner.executor.run.random_state import StepSeeds
 from planner.executor.run.same_batch import NO_CHECKSUMS
 from planner.executor.run.script_changes import ScriptChangeRecorder
 from planner.executor.watch.activity import ANY
@@ -38,6 +38,7 @@ from planner.model.autocast import autocast_dtype
 from planner.model.load import Batch
 from planner.model.optimizer_scope import step_hooks
 from planner.model.process_group import hide_process_group_in_step
+from planner.model.seeding import keeping_random_state
 from planner.model.shared_memory import has_hooks
 
 

@@ -52,7 +52,7 @@ from planner.model.reference_state import (
     state_after_backward,
     state_after_update,
 )
-from planner.model.seeding import host_generator_states, layer_seed, seed_host, seed_process, seeded_draws
+from planner.model.seeding import example_mini_batch, host_generator_states, layer_seed, seed_host, seed_process
 from planner.model.shortened import SkippedModule, shorten_model
 
 _LOSS_SCALE = 2.0**16
@@ -189,27 +189,16 @@ def _loss(
     begin: Callable[[int, int], None],
 ) -> tuple[float, BackwardEffects]:
     with whole_mini_batch_statistics(model):
-        batches = _micro_batches(mini_batch(loaded, options, step), options)
+        batch = example_mini_batch(
+            loaded, options.micro_batches * options.micro_batch_size, seed=options.seed, step=step
+        )
+        batches = _micro_batches(batch, options)
         loss, backward = _accumulate(model, loaded, batches, scale=scale, begin_micro_batch=partial(begin, step))
     if scale == 1.0 and not math.isfinite(loss):
         with_samples = f"with micro-batches of {pluralize(options.micro_batch_size, 'sample')}"
         hint = "check `loss_fn` and the learning rate; deviations over the batch need two samples or more"
         raise _NotFiniteError(f"the loss is {loss} in step {step} of a plain loop, {with_samples}", hint=hint)
     return loss, backward
-
-
-def mini_batch(loaded: LoadedModel, options: ReferenceOptions, step: int) -> Batch:
-    """Return the example mini-batch of a step, with the samples of all micro-batches.
-
-    The mini-batch depends only on the seed and the step.
-
-    Args:
-        loaded: The model.
-        options: Options of the loop.
-        step: Index of the step.
-    """
-    with seeded_draws(options.seed * 1_000_003 + step):
-        return loaded.example_batch(options.micro_batches * options.micro_batch_size)
 
 
 def _built(loaded: LoadedModel, options: ReferenceOptions) -> nn.Module:

@@ -21,13 +21,14 @@ from planner.core.values.units import format_bytes
 from planner.executor.build.building import check_same_model
 from planner.executor.job import load_planned_model
 from planner.executor.keep.weights import canonical_names, load_weights, model_state_dict, saved_tensors, write_weights
-from planner.executor.run.loader import example_mini_batch, repeat_train_batches
+from planner.executor.run.loader import repeat_train_batches
 from planner.executor.run.parts import micro_batches_of
 from planner.files import check_writable, read_balance
 from planner.model import Batch
 from planner.model.batch_norm import BatchStatistics
 from planner.model.calling import arguments_of
 from planner.model.precision import convert_if_needed
+from planner.model.seeding import example_mini_batch
 from planner.model.state import trained_batch_norms
 from planner.tpu.chips import chip_devices, platform_devices
 from planner.tpu.compiler import OutOfMemoryError

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from planner.executor.run.loader import example_mini_batch
 from planner.model.load import load_model
+from planner.model.seeding import example_mini_batch
 from tests.support.ranks import run_ranks
 from tests.support.training import Case, write_balance
 

@@ -16,7 +16,6 @@ from planner.executor.job import RankJob
 from planner.executor.keep.weights import canonical_names
 from planner.executor.measure.recorder import RunRecorder
 from planner.executor.run.engine import Engine, EngineStage
-from planner.executor.run.loader import example_mini_batch
 from planner.executor.run.parts import MiniBatchPart
 from planner.executor.run.placement import ProcessGroups
 from planner.executor.run.replicas import ReplicaGradients
@@ -30,6 +29,7 @@ from planner.model.computation import code_digests
 from planner.model.ghosts import memory_key
 from planner.model.load import LoadedModel, to_device
 from planner.model.module_tensors import named_tensors
+from planner.model.seeding import example_mini_batch
 
 
 class ProcessStages:

@@ -12,7 +12,6 @@ from planner.core.errors import ModelError
 from planner.core.values.balance import Balance
 from planner.core.values.units import pluralize
 from planner.executor.build.own_stage import BuildError, build_with_values, to_meta
-from planner.executor.run.loader import example_mini_batch
 from planner.executor.run.shapes import chain_shapes
 from planner.model.chain import Chain, Layer, chain_digest, chain_from_outline, chain_of_children, refuse_sparse
 from planner.model.closures import other_reachable_tensors
@@ -30,7 +29,7 @@ from planner.model.module_tensors import (
 )
 from planner.model.outline import ModelOutline
 from planner.model.precision import convert_in_place
-from planner.model.seeding import seed_process, seeded_draws
+from planner.model.seeding import example_mini_batch, seed_process, seeded_draws
 
 _SMALL_BYTES = 20_000_000
 """Largest size of the parameters of a model that may be built as a whole."""

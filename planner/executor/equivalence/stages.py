@@ -44,7 +44,7 @@ from planner.model.python_state import (
     variables_read,
     without_leftover_tensors,
 )
-from planner.model.reference import ReferenceOptions, mini_batch
+from planner.model.reference import ReferenceOptions
 from planner.model.reference_state import (
     ReferenceState,
     largest_magnitude,
@@ -52,6 +52,7 @@ from planner.model.reference_state import (
     sampled_values,
     wait_for_state,
 )
+from planner.model.seeding import example_mini_batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +111,10 @@ class _RankTraining:
             if not wait_for_state(self._trial.reference, f"gradients-{step}"):
                 break
             self._found.late_step = step + 1 if step >= options.steps else 0
-            inputs, targets = pipeline.own_part(*mini_batch(loaded, options, step))
+            batch = example_mini_batch(
+                loaded, options.micro_batches * options.micro_batch_size, seed=options.seed, step=step
+            )
+            inputs, targets = pipeline.own_part(*batch)
             versions = self._version_counters()
             with pipeline.step(inputs, targets) as loss:
                 now = self._version_counters()

@@ -16,7 +16,8 @@ from planner.model.chain import Chain, shared_parameters
 from planner.model.load import LoadedModel
 from planner.model.python_state import HOOKS, TENSOR_HOOKS
 from planner.model.recording import END, ModuleCall
-from planner.model.reference import LayerStart, ReferenceOptions, mini_batch
+from planner.model.reference import LayerStart, ReferenceOptions
+from planner.model.seeding import example_mini_batch
 from planner.model.shortened import repeated_layers, shorten_model, skipped_modules
 from planner.model.stage import ModelStage
 
@@ -158,7 +159,7 @@ class CheckedModel:
             starts=layer_starts(whole),
         )
         try:
-            inputs = mini_batch(loaded, replace(options, micro_batches=1), 0).inputs
+            inputs = example_mini_batch(loaded, options.micro_batch_size, seed=options.seed, step=0).inputs
             shapes = chain_shapes(whole, inputs, precision=loaded.precision, device=torch.device("cpu"))
         except ModelError as error:
             raise ChildError(error.message, hint=error.hint, is_user_error=True) from error

@@ -18,8 +18,7 @@ import torch
 from planner.core.errors import ModelError, UsageError
 from planner.executor.run.placement import ProcessPlace
 from planner.executor.run.random_state import HostRandomStates, SeparateRandomStates
-from planner.model.load import Batch, LoadedModel
-from planner.model.seeding import seeded_draws
+from planner.model.load import LoadedModel
 
 _SAME_LOADERS = (
     "after a resume, pass all loaders again in the same order, each with its own last step "
@@ -60,19 +59,6 @@ def repeat_train_batches(model: LoadedModel, batch: int) -> Iterator[Any]:
             yield pair
         if is_empty:
             raise ModelError("`train_batches` is empty")
-
-
-def example_mini_batch(model: LoadedModel, batch: int, *, seed: int, step: int) -> Batch:
-    """Return the example mini-batch of a step, which depends only on the seed and the step.
-
-    Args:
-        model: Loaded model file.
-        batch: Number of samples.
-        seed: Seed of the run.
-        step: Index of the step.
-    """
-    with seeded_draws(seed * 1_000_003 + step):
-        return model.example_batch(batch)
 
 
 class ResumableLoader:

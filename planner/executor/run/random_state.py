@@ -7,8 +7,7 @@ The draws do not depend on cuts, schedule or recomputation, so the unpartitioned
 
 import random
 import zlib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -16,8 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from planner.device.kinds import accelerator_in_use
-from planner.model.seeding import layer_seed, seed_host
+from planner.model.seeding import device_generator, keeping_random_state, layer_seed, seed_host
 
 _NUMPY_WORDS = 624
 
@@ -39,7 +37,7 @@ class StepSeeds:
         # `torch.manual_seed` would seed every kind of device, which takes 100 us instead of 1. Python's and NumPy's
         # generators are seeded, too (8 us), because models draw masks and skipped layers from them.
         seed_host(seed)
-        if (of_device := _device_generator()) is not None:
+        if (of_device := device_generator()) is not None:
             of_device.manual_seed(seed)
 
 
@@ -58,12 +56,9 @@ class HostRandomStates(NamedTuple):
     @classmethod
     def seeded(cls, seed: int) -> "HostRandomStates":
         """Return the states after seeding with `seed`. The process's generators are not changed."""
-        before = cls.current()
-        try:
+        with keeping_random_state():
             seed_host(seed)
             return cls.current()
-        finally:
-            before.restore()
 
     @classmethod
     def from_plain(cls, states: Mapping[str, Any]) -> "HostRandomStates":
@@ -107,36 +102,13 @@ class SeparateRandomStates:
         self._before.restore()
 
 
-@contextmanager
-def keeping_random_state() -> Iterator[None]:
-    """Restore the states of all generators after the block, as if the block had drawn no numbers."""
-    of_device = _device_generator()
-    python, numpy = random.getstate(), np.random.get_state()
-    # Store bytes instead of a tensor, whose 5 kB would appear in the measured memory of a small stage.
-    state = torch.get_rng_state().numpy().tobytes()
-    device_state = None if of_device is None else of_device.get_state()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
-        random.setstate(python)
-        np.random.set_state(numpy)
-        if of_device is not None and device_state is not None:
-            of_device.set_state(device_state)
-
-
 def checksum_of_generators() -> int:
     """Return a checksum of the states of torch's generators (of host and device) and of NumPy's generator."""
     # Python's generator is left out, because background threads of libraries draw from it.
-    of_device = _device_generator()
+    of_device = device_generator()
     states = [torch.get_rng_state(), *([] if of_device is None else [of_device.get_state()])]
     _, key, position, *_ = cast("tuple[Any, ...]", np.random.get_state(legacy=True))
     checksum = zlib.crc32(key.tobytes(), position)
     for state in states:
         checksum = zlib.crc32(state.numpy().tobytes(), checksum)
     return checksum
-
-
-def _device_generator() -> torch.Generator | None:
-    device = accelerator_in_use()
-    return None if device is None else device.generator

@@ -14,7 +14,6 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from planner.core.errors import ModelError, PlannerError
 from planner.core.values.precision import Precision
 from planner.executor.run.parts import tensors_in_value
-from planner.executor.run.random_state import keeping_random_state
 from planner.executor.run.recompute import RecomputedLayer
 from planner.model.autocast import autocast_dtype, forward_context
 from planner.model.batch_norm import BatchStatistics
@@ -26,6 +25,7 @@ from planner.model.load import to_device
 from planner.model.module_tensors import attribute_tensors
 from planner.model.process_group import hide_process_group
 from planner.model.refusals import control_flow_error, explain_error
+from planner.model.seeding import keeping_random_state
 from planner.model.variables import undo_variable_changes
 
 

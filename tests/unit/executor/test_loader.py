@@ -20,8 +20,9 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampl
 from planner.core.errors import UsageError
 from planner.executor import Pipeline
 from planner.executor.checkpoints import Checkpoints
-from planner.executor.run.loader import ResumableLoader, example_mini_batch, seeded_batches
+from planner.executor.run.loader import ResumableLoader, seeded_batches
 from planner.model.load import Batch, load_module
+from planner.model.seeding import example_mini_batch
 from tests.support.cli import MODEL
 from tests.unit.executor.test_checkpoint import GROUPS
 from tests.unit.executor.test_pipeline import balance_of

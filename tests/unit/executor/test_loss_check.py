@@ -325,7 +325,7 @@ import sys
 import torch
 
 from planner.executor import Pipeline
-from planner.executor.run.loader import example_mini_batch
+from planner.model.seeding import example_mini_batch
 
 pipeline = Pipeline("balance.yaml", seed=3)
 loaded = pipeline.model

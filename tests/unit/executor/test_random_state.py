@@ -6,8 +6,8 @@ from itertools import product
 import pytest
 import torch
 
-from planner.executor.run.random_state import StepSeeds, keeping_random_state
-from planner.model.seeding import layer_seed, seed_process
+from planner.executor.run.random_state import StepSeeds
+from planner.model.seeding import keeping_random_state, layer_seed, seed_process
 
 
 def test_seeds_differ_between_layers_micro_batches_steps_and_runs() -> None:
