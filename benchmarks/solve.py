@@ -53,7 +53,8 @@ SPECIAL = (
     ("one M", Case(chain="uneven", layers=2000, devices=512, batch=BATCH, micro_batches=2048)),
     ("the largest, every M of 4096", Case(chain="even", layers=10_000, devices=1024, batch=BATCH)),
     ("the largest, every M of 4096", Case(chain="uneven", layers=10_000, devices=1024, batch=BATCH)),
-    ("the largest, `--time-limit 20`", Case(chain="uneven", layers=10_000, devices=1024, batch=BATCH, time_limit_s=20)),
+    ("the largest, `--time-limit 10`", Case(chain="even", layers=10_000, devices=1024, batch=BATCH, time_limit_s=10)),
+    ("the largest, `--time-limit 10`", Case(chain="uneven", layers=10_000, devices=1024, batch=BATCH, time_limit_s=10)),
 )  # fmt: skip
 
 

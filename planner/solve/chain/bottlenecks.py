@@ -16,6 +16,8 @@ plane into boxes. A box contains the plans whose largest times are between its t
 P is a shortest path over all stages and links that take at most the times of the upper corner. The lower bound of T
 leaves out the backward of the last micro-batch, whose time depends on recomputation.
 
+Long chains on many devices get their first plans from these paths, which take far less time than the dynamic program.
+
 Within a box, partial plans hardly differ. If there are few, the dynamic program solves the box; otherwise it is divided
 in two. The box with the smallest lower bound is searched first. No plan in another box can be faster than this bound.
 
@@ -31,6 +33,9 @@ from planner.solve.chain.chain_dp import SLACKS, ChainCuts, CutDynamicProgram, j
 from planner.solve.chain.recurrences import GPipeRecurrence
 from planner.solve.deadline import NEVER, Deadline
 from planner.solve.space.problem import NO_LIMIT, Bottlenecks, ChainProblem
+
+_LARGE = 10**6
+"""Number of layers times stages from which first plans are shortest paths, because the dynamic program is slow."""
 
 _MOST_LABELS, _ENOUGH_LABELS = 400, 5000
 """Limits on partial plans of a `_Box`, with equally many stages and in total. If both are exceeded, it is divided."""
@@ -65,13 +70,25 @@ class BottleneckSearch:
         self.best_so_far: ChainCuts | None = None
         """Fastest partition found so far."""
         self._problem, self._M, self._deadline = problem, micro_batches, deadline
+        self._is_large = problem.num_layers * problem.num_stages >= _LARGE
         self._whole = CutDynamicProgram(problem, GPipeRecurrence(micro_batches), deadline=deadline)
         self.bound_us = self._whole.lower_bound_us()
         """Lower bound of the step time of all partitions; infinite if none fits."""
 
     def find_first(self, *, upper_us: float = np.inf) -> ChainCuts | None:
         """Return a partition with a step time below `upper_us`, from a short search; None if it finds none."""
-        self.best_so_far = self._whole.find_first(self.bound_us, upper_us, (*SLACKS, np.inf))
+        slacks = (*SLACKS, np.inf)
+        if not self._is_large:
+            self.best_so_far = self._whole.find_first(self.bound_us, upper_us, slacks)
+            return self.best_so_far
+        for slack in slacks:
+            limit_us = min(self._upper_us(upper_us), self.bound_us * slack)
+            box, search = self._restricted(self._lower_upper_corner(self._root(), limit_us))
+            self._take_path(search, upper_us)
+            # Plans outside of the box take longer than the limit.
+            self.bound_us = max(self.bound_us, min(box.bound_us, limit_us))
+            if limit_us >= self._upper_us(upper_us):
+                break
         return self.best_so_far
 
     def find_best(self, *, upper_us: float = np.inf) -> ChainCuts | None:
@@ -79,37 +96,47 @@ class BottleneckSearch:
         # With a good plan or a limit, go to the boxes directly.
         if self.best_so_far is None and upper_us == np.inf:
             self.find_first()
-        least = self._whole.lower_bounds()
-        boxes = [
-            _Box(
-                bound_us=self.bound_us,
-                number=0,
-                depth=0,
-                least=Bottlenecks(least["forward"], least["backward"]),
-                most=NO_LIMIT,
-                passes_us=least["passes"],
-            )
-        ]
-        count = 1
-        search = self._whole
+        boxes, count, search = [self._root()], 1, self._whole
         while boxes and boxes[0].bound_us < just_below(self._upper_us(upper_us)):
             box = heappop(boxes)
             self.bound_us = box.bound_us
             if box.number:
-                box = self._lower_upper_corner(box, self._upper_us(upper_us))
-                search = CutDynamicProgram(
-                    self._problem.without_slower_stages(box.most),
-                    GPipeRecurrence(self._M, box.least),
-                    deadline=self._deadline,
-                )
-                box = box._replace(
-                    bound_us=max(box.bound_us, search.lower_bound_us()), passes_us=search.lower_bounds()["passes"]
-                )
+                box, search = self._restricted(self._lower_upper_corner(box, self._upper_us(upper_us)))
+                if self._is_large:
+                    self._take_path(search, upper_us)
             for part in self._search_box(box, search, self._upper_us(upper_us)):
                 heappush(boxes, part._replace(number=count))
                 count += 1
         self.bound_us = self._upper_us(upper_us)
         return self.best_so_far
+
+    def _root(self) -> _Box:
+        # The box of all plans.
+        least = self._whole.lower_bounds()
+        return _Box(
+            bound_us=self.bound_us,
+            number=0,
+            depth=0,
+            least=Bottlenecks(least["forward"], least["backward"]),
+            most=NO_LIMIT,
+            passes_us=least["passes"],
+        )
+
+    def _restricted(self, box: _Box) -> tuple[_Box, CutDynamicProgram]:
+        # The dynamic program over the plans of a box gives a better bound of the box.
+        search = CutDynamicProgram(
+            self._problem.without_slower_stages(box.most),
+            GPipeRecurrence(self._M, box.least),
+            deadline=self._deadline,
+        )
+        bound_us = max(box.bound_us, search.lower_bound_us())
+        return box._replace(bound_us=bound_us, passes_us=search.lower_bounds()["passes"]), search
+
+    def _take_path(self, search: CutDynamicProgram, upper_us: float) -> None:
+        # The shortest path P of a box is a plan.
+        plan = search.partition_of_bound("passes")
+        if plan is not None and plan.step_us < just_below(self._upper_us(upper_us)):
+            self.best_so_far = plan
 
     def _upper_us(self, upper_us: float) -> float:
         return upper_us if self.best_so_far is None else min(upper_us, self.best_so_far.step_us)

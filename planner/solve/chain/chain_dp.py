@@ -176,6 +176,22 @@ class CutDynamicProgram:
                     upper_us = best.step_us
         return best
 
+    def partition_of_bound(self, name: str) -> ChainCuts | None:
+        """Return a partition that attains the lower bound `name` of all partitions; None if no partition fits.
+
+        If devices differ and the number of stages is not exact, there may be no such partition. The result is then None
+        or another partition.
+        """
+        states, firsts, choices = tuple(self._root().states), [], []
+        for num_later, stage in enumerate(self.prefixes.stages_of_bound(name)):
+            states = self.recurrence.extend(states, stage, num_later)
+            firsts.append(int(stage.first[0]))
+            choices.append(int(stage.choice[0]))
+        if not firsts or firsts[-1]:
+            return None
+        step_us = float(self.recurrence.bound_us(states, self._earlier_layers(np.array([0]), 0))[0])
+        return ChainCuts(step_us, (*firsts[::-1], self.problem.num_layers), tuple(choices[::-1]), (step_us,))
+
     def partitions_below(self, upper_us: float, most: int) -> tuple[list[ChainCuts], bool]:
         """Return partitions whose lower bound is below `upper_us`, and True if the list is complete.
 

@@ -5,7 +5,7 @@ Each stage has a value, such as its forward time. The bound is the smallest poss
 Complexity: O(K L W) time for K stages of at most W of L layers, and O(K L) memory.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -50,17 +50,28 @@ class PrefixBounds:
 
         `name` selects the value, such as the backward time: a key of the argument `kinds` of this class.
         """
-        least = self.least[name]
-        # From the last stage to the first, choose the stage that minimizes the maximum of itself and all earlier ones.
-        cuts = [self._problem.num_layers]
-        if not np.isfinite(least[self._problem.num_stages][cuts[0]]):
-            return None
-        for num_later in range(self._problem.num_stages):
-            end = cuts[-1]
-            stages = self._problem.stages(num_later, 0, np.array([end]))
-            before = least[self._problem.num_stages - num_later - 1][stages.first[0]]
-            cuts.append(int(stages.first[0, np.argmin(np.maximum(before, self._kinds[name].stage_values(stages)[0]))]))
-        return tuple(cuts[::-1])
+        firsts = [int(stage.first[0]) for stage in self.stages_of_bound(name)]
+        return (*firsts[::-1], self._problem.num_layers) if firsts else None
+
+    def stages_of_bound(self, name: str) -> Iterator[StageTimeArrays]:
+        """Yield the stages of a partition that attains the bound for all layers, from the last stage to the first.
+
+        All devices and links must be equal, or the number of stages must be exact. Arrays have one entry. If no
+        partition fits, nothing is yielded. `name` is a key of the argument `kinds` of this class.
+        """
+        least, (combine, stage_values) = self.least[name], self._kinds[name]
+        end, num_stages = self._problem.num_layers, self._problem.num_stages
+        if not np.isfinite(least[num_stages][end]):
+            return
+        for num_later in range(num_stages):
+            # Choose the stage that minimizes the maximum, or the sum, of itself and of all earlier stages.
+            stages = self.stages(num_later, np.array([end]))
+            values = combine(least[num_stages - num_later - 1][stages.first], stage_values(stages))
+            chosen = stages.select(*np.unravel_index([np.argmin(values)], values.shape))
+            yield chosen
+            end = int(chosen.first[0])
+            if not end:
+                return
 
     def _least_of_prefixes(self) -> dict[str, list[FloatArray]]:
         num, most_layers, most = self._problem.num_layers, self._problem.most_layers, self._problem.num_stages
