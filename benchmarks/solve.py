@@ -166,12 +166,15 @@ def _command(_options: argparse.Namespace) -> None:
         files.write(str(path), profile)
         arguments = ["solve", str(path), "--devices", "8", "--mem", f"{request.inputs.memory_bytes[0]}B"]
         command = [sys.executable, "-m", "planner", *arguments, "--batch", "256", "-o", str(Path(folder, "plan.yaml"))]
-        times = [_wall_s(command) for _ in range(5)]
+        times = {name: [_wall_s([*command, "--schedule", name]) for _ in range(5)] for name in ("auto", "gpipe")}
         size = path.stat().st_size
+    each = "; ".join(
+        f"`--schedule {name}` median {seconds(statistics.median(of))}, fastest {seconds(min(of))} of 5"
+        for name, of in times.items()
+    )
     print(
         f"`gpipe-plan solve profile.yaml --devices 8 --batch 256`, L = 200, a profile.yaml of {size / 1e6:.1f} MB with "
-        f"exact memory records at 9 sizes: median {seconds(statistics.median(times))}, "
-        f"fastest {seconds(min(times))} of 5, start of Python included."
+        f"exact memory records at 9 sizes, start of Python included: {each}."
     )
 
 
