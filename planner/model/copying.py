@@ -8,14 +8,18 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
+from planner.model.python_state import SEEDED_PER_LAYER
+
 _Module = TypeVar("_Module")
 
 
 def copy_module(module: _Module, instead: Mapping[int, Any] = MappingProxyType({})) -> _Module:
     """Return a deep copy of a module or list of modules. Objects that cannot be copied are shared with the original.
 
-    `instead` maps the `id()` of an object to the object that replaces it in the copy.
+    `instead` maps the `id()` of an object to the object that replaces it in the copy. The default random generators,
+    which seeds refer to, are not copied either (`self.choose = random.choice` holds one).
     """
+    instead = {**{id(generator): generator for generator in SEEDED_PER_LAYER}, **instead}
     parts: Any = module if isinstance(module, nn.Module) else nn.ModuleList(module)  # type: ignore[arg-type]
     with _without_own_copies(parts.modules()):
         try:

@@ -202,7 +202,7 @@ _NAN = zlib.crc32(b"nan")
 def _number_of(value: Any) -> float | None:
     if type(value) in NUMBERS:
         return cast("float", value)
-    if any(value is generator for generator in _SEEDED_PER_LAYER):
+    if any(value is generator for generator in SEEDED_PER_LAYER):
         return None
     if isinstance(value, np.generic | np.ndarray):
         is_numeric = value.nbytes <= _MOST_BYTES and (np.issubdtype(value.dtype, np.number) or value.dtype == bool)
@@ -214,7 +214,7 @@ def _number_of(value: Any) -> float | None:
     return operator.length_hint(value, 0) if is_counted else None
 
 
-_SEEDED_PER_LAYER = (random._inst, np.random.mtrand._rand, torch.default_generator)
+SEEDED_PER_LAYER = (random._inst, np.random.mtrand._rand, torch.default_generator)
 """Default generators: no state, because stages seed them for every layer (`random.randrange` is a method of one)."""
 
 _STATES: Mapping[Any, Callable[[Any], bytes]] = {

@@ -1,10 +1,12 @@
 """Modules are copied although their attributes hold objects that Python cannot copy."""
 
 import copy
+import random
 import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -108,3 +110,11 @@ def test_the_copy_of_a_dict_with_attributes_has_them_too() -> None:
     made.count = 3
     assert made["count"] == 3
     assert module.options[0] == {"inner": inner, "numbers": [1]}
+
+
+def test_a_copy_draws_from_the_default_generators() -> None:
+    layer = nn.Module()
+    layer.choose, layer.generator = random.choice, np.random.mtrand._rand
+    copied = copy_module(layer)
+    assert copied.choose == random.choice
+    assert copied.generator is np.random.mtrand._rand
