@@ -45,6 +45,7 @@ def solve(profile: AnyProfile, options: SolveOptions) -> Plan:
 
     Raises:
         InfeasibleError: No plan fits; the hint says what would fit.
+        NoPlanFoundError: No plan was found that fits, but there may be one; the hint is the same.
         UsageError: The options contradict each other or the profile.
         FileError: The profile cannot be read, or the plan cannot be written.
         SolverError: No plan was found within the time limit.

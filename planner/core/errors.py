@@ -9,6 +9,7 @@
     ├── MeasurementError    a layer could not be measured
     ├── TrainingError       a stage failed during training
     ├── SolverError         the solver failed, or found no plan in time
+    │   └── NoPlanFoundError    exit 1: no plan within the limits was found
     └── InfeasibleError     exit 1: no plan satisfies the limits
 
 The message of an error includes the values; `hint` says what to do.
@@ -91,6 +92,12 @@ class TrainingError(PlannerError):
 
 class SolverError(PlannerError):
     """Error of the solver: it failed, or found no plan within the time limit."""
+
+
+class NoPlanFoundError(SolverError):
+    """Error for a request for which the search found no plan within its limits, although there may be one."""
+
+    exit_code = ExitCode.NO
 
 
 class InfeasibleError(PlannerError):

@@ -257,6 +257,9 @@ def search_cases(
 
 
 def _answer(search: PlanSearch, case: Case, *, upper_us: float, deadline: Deadline) -> Answer | None:
+    # Each search does some work before its own first check. Without a plan, this work may find one.
+    if deadline.watch.is_stopped() or (deadline.best_us < inf and deadline.left_s < 0):
+        return None
     try:
         return search(case, upper_us=upper_us, deadline=deadline)
     except OutOfTimeError:

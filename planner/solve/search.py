@@ -7,7 +7,7 @@ from typing import Final
 
 from planner.core.cost.evaluate import Evaluation
 from planner.core.cost.width import CostTablesByWidth
-from planner.core.errors import SolverError
+from planner.core.errors import NoPlanFoundError
 from planner.core.schedule import SEARCHED
 from planner.core.values.plan import Plan, ScheduleName, SolverReport
 from planner.core.values.profile import Profile
@@ -103,6 +103,7 @@ def solve(
     Raises:
         UsageError: The request contradicts itself or the profile.
         InfeasibleError: No plan fits; the hint names the smallest changes with which a plan fits.
+        NoPlanFoundError: No plan was found that fits, but there may be one.
         SolverError: No plan was found within the time limit.
     """
     check_request(profile, request)
@@ -119,7 +120,7 @@ def solve(
         error = explain.infeasible_error(profile, request, cases)
         # If not everything was tried, the lack of a plan does not prove that none exists.
         is_proven = bound_us == inf or all(map(explain.state_exceeds_memory, cases))
-        raise error if is_proven else SolverError(f"{error.message}, among the searched plans", hint=error.hint)
+        raise error if is_proven else NoPlanFoundError(f"{error.message}, among the searched plans", hint=error.hint)
     # Skipped cases are not faster than the best plan. A simpler plan may be slower than the best plan.
     bound_us = min(bound_us, best.step_us)
     named_us = named_lower_bound_us(cases, searched, request, deadline)

@@ -9,6 +9,7 @@ from planner.core.errors import (
     InfeasibleError,
     MeasurementError,
     ModelError,
+    NoPlanFoundError,
     PlannerError,
     UsageError,
 )
@@ -28,6 +29,7 @@ def test_errors_without_an_answer_exit_with_2(kind: type[PlannerError]) -> None:
 
 def test_infeasible_problems_exit_with_1() -> None:
     assert InfeasibleError("no plan fits").exit_code == 1
+    assert NoPlanFoundError("no plan fits, among the searched plans").exit_code == 1
     assert issubclass(InfeasibleError, PlannerError)
 
 

@@ -20,7 +20,7 @@ from planner.core.values.cluster import Link
 from planner.core.values.plan import Inputs, Plan, ScheduleName
 from planner.core.values.profile import Profile
 from planner.files import dump
-from planner.solve import Request, deadline, solve
+from planner.solve import Request, deadline, methods, solve
 from planner.solve.deadline import SearchObserver
 from planner.solve.questions import insight
 from tests.support.chains import random_profile
@@ -188,6 +188,28 @@ def test_stopped_search_returns_the_best_plan_so_far() -> None:
     assert plan.predicted.step_us == pytest.approx(min(found))
     with pytest.raises(SolverError, match="stopped before a plan was found"):
         solve(profile, Request(inputs=QUESTIONS["auto"], watch=SearchObserver(is_stopped=lambda: True)))
+
+
+def test_stopped_search_begins_no_further_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Searches of other cases work for seconds before their own first check, if there are many devices."""
+    found: list[float] = []
+    begun: list[bool] = []
+    search_function_for = methods.search_function_for
+
+    def noted(*args: Any) -> Any:
+        search = search_function_for(*args)
+
+        def run(*given: Any, **named: Any) -> Any:
+            begun.append(bool(found))
+            return search(*given, **named)
+
+        return run
+
+    monkeypatch.setattr(methods, "search_function_for", noted)
+    watch = SearchObserver(is_stopped=lambda: bool(found), on_plan=lambda step_us, *_: found.append(step_us))
+    solve(random_profile(3, 12), Request(inputs=QUESTIONS["auto"], watch=watch))
+    assert found
+    assert not any(begun)
 
 
 def with_spread(profile: Profile) -> Profile:
