@@ -10,7 +10,7 @@ from planner.api import texts
 from planner.api.options.profiling import ProfileOptions
 from planner.api.reading import path_of
 from planner.core.errors import FileError, UsageError
-from planner.core.extras import check_configuration_packages, missing_for_configurations
+from planner.core.extras import check_configuration_packages
 from planner.profile.formula.presets import model_presets
 
 _FILE: Final = "config.json"
@@ -72,12 +72,14 @@ def is_for_formula(configuration: Configuration, options: ProfileOptions) -> boo
 
     Raises:
         UsageError: `--from-formula never` is given with a preset.
-        MissingPackageError: `--from-formula never` is given, but a package that builds the model is not installed.
+        MissingPackageError: No formula computes the profile, and a package that builds the model is not installed.
     """
     if options.from_formula != "never":
         estimated = options.device.startswith("estimate:") or options.rate is not None
-        requested = options.from_formula is not None or estimated or configuration.kind == "preset"
-        return requested or bool(missing_for_configurations())
+        if options.from_formula is not None or estimated or configuration.kind == "preset":
+            return True
+        check_configuration_packages(otherwise="or use `--device estimate:h100`, which does not build the model")
+        return False
     if configuration.kind == "preset":
         raise UsageError("`--from-formula never` needs a file", hint=f"name the {_FILE} of {configuration.name}")
     check_configuration_packages()

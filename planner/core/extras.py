@@ -72,20 +72,18 @@ def check_installed(extra: Extra) -> None:
         raise _missing(absent, _EXTRAS[extra].purpose, install_command(extra))
 
 
-def missing_for_configurations() -> tuple[str, ...]:
-    """Return the packages that are needed to build the model of a config.json but are not installed."""
-    return (*missing_packages("train"), *(() if is_installed("transformers") else ("transformers",)))
-
-
-def check_configuration_packages() -> None:
+def check_configuration_packages(*, otherwise: str = "") -> None:
     """Check that the packages that are needed to build the model of a config.json are installed.
+
+    Args:
+        otherwise: Text for the end of the error's hint, about a command that does not build the model.
 
     Raises:
         MissingPackageError: A package is not installed.
     """
-    if absent := missing_for_configurations():
+    if absent := (*missing_packages("train"), *(() if is_installed("transformers") else ("transformers",))):
         command = install_command("train") if missing_packages("train") else "pip install"
-        hint = command + " transformers" * ("transformers" in absent)
+        hint = command + " transformers" * ("transformers" in absent) + (f"; {otherwise}" if otherwise else "")
         raise _missing(absent, "building the model of a config.json needs", hint)
 
 

@@ -323,6 +323,9 @@ def test_missing_packages_are_reported_before_the_model_is_built(monkeypatch, tm
     monkeypatch.setattr(extras, "find_spec", lambda name: None if name == "transformers" else name)
     with pytest.raises(MissingPackageError, match="transformers is not installed"):
         of(tmp_path, from_formula="never")
+    with pytest.raises(MissingPackageError, match="transformers is not installed") as refused:
+        of(tmp_path, device="cpu")
+    assert refused.value.hint.startswith("pip install transformers; or use `--device estimate:h100`")
 
 
 def test_all_missing_options_are_reported_together() -> None:
