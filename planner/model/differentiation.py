@@ -36,8 +36,8 @@ def _refuse(*_args: Any, **_kwargs: Any) -> NoReturn:
 
 
 @contextmanager
-def without_shape_log() -> Iterator[None]:
-    """Suppress torch's log messages about result shapes that depend on values. Torch still raises its errors."""
+def without_fake_tensor_log() -> Iterator[None]:
+    """Suppress torch's log of errors on tensors without values, such as wrong shapes. Torch still raises them."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     level = logger.level
     logger.setLevel(logging.CRITICAL + 1)

@@ -21,7 +21,7 @@ from planner.model.carried_state import (
     reused_tables,
     written_states,
 )
-from planner.model.differentiation import refuse_autograd_grad, without_shape_log
+from planner.model.differentiation import refuse_autograd_grad, without_fake_tensor_log
 from planner.model.functions import FunctionCall, FunctionWatch, is_in_vmap
 from planner.model.ghosts import SHAPE_ONLY, NeedsValuesError, storage_key, storage_of
 from planner.model.leaves import ArgumentLeaf, ConstantValue, Leaf, NamedLeaf, TensorLeaf, TensorMeta, is_plain
@@ -55,7 +55,7 @@ def record(model: nn.Module, inputs: Any, *, loss_of: Callable[[Any], object] | 
     recorder = _ForwardRecorder(model)
     with ExitStack() as stack:
         stack.enter_context(undo_variable_changes(model))
-        stack.enter_context(without_shape_log())
+        stack.enter_context(without_fake_tensor_log())
         # Random choices, such as skipped layers, are the same in each recording.
         stack.enter_context(seeded_draws(0))
         if ghosts:  # a closure of the model may refer to a parameter itself, not to the ghost that replaces it

@@ -28,6 +28,7 @@ from planner.executor.run.parts import micro_batches_of
 from planner.executor.run.stage_module import evaluation_mode
 from planner.model.batch_norm import uses_batch_in_evaluation
 from planner.model.calling import arguments_of
+from planner.model.differentiation import without_fake_tensor_log
 from planner.model.label_counts import MASKED, label_count
 from planner.model.lean import build_lean
 from planner.model.load import Batch, LoadedModel, to_device
@@ -145,7 +146,7 @@ def _checked(loaded: LoadedModel) -> CheckedLoss:
 def _check_and_estimate_bytes(loaded: LoadedModel, model: nn.Module, batch: Batch) -> int:
     parameter_bytes = sum(p.numel() * p.itemsize for p in model.parameters())
     try:
-        with _undoing_changes(model, loaded), parameters_as_ghosts(model):
+        with _undoing_changes(model, loaded), parameters_as_ghosts(model), without_fake_tensor_log():
             output, targets = _output_of(model, batch)
             _refuse_parameters_in_loss(loaded, model, output, targets)
     except RefusedLossError:

@@ -1,5 +1,6 @@
 """Messages about errors in a user's file."""
 
+import logging
 from pathlib import Path
 
 import pytest
@@ -86,3 +87,17 @@ def test_common_mistakes_are_refused_with_a_hint(case: str, tmp_path: Path) -> N
     with pytest.raises(ModelError) as load_error:
         planner.profile(str(path), batch_sizes=(2,), repeat=2, time_budget="0s", proof_budget="0s", note=str, warn=str)
     assert expected in load_error.value.hint
+
+
+def test_torch_logs_nothing_about_a_wrong_shape(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    layers = "nn.Sequential(nn.Linear(3, 3), nn.Linear(4, 3))"
+    text = f"import torch\nfrom torch import nn\n\ndef build_model():\n    return {layers}\n"
+    text += "\ndef example_batch(n):\n    return torch.randn(n, 3), torch.randn(n, 3)\n"
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    logger.addHandler(caplog.handler)
+    try:
+        with pytest.raises(ModelError, match='layer "1"'):
+            planner.profile(write_model(tmp_path, text))
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert not caplog.records
