@@ -177,7 +177,8 @@ def _hints(profile: Profile, request: Request, cases: Sequence[Case]) -> Iterato
     yield from _other_schedules(profile, request)
     for name, other in _other_optimizers(profile):
         if _any_fits(other, request):
-            yield f"with {name} as optimizer a plan fits: profile with `--optimizer {name}`"
+            replaced = " (replaces `build_optimizer`)" if profile.optimizer == "build_optimizer" else ""
+            yield f"with {name} as optimizer a plan fits: profile with `--optimizer {name}`{replaced}"
             break
 
 

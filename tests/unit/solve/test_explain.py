@@ -349,3 +349,11 @@ def test_smallest_limit_is_that_of_the_best_cut() -> None:
                 assert limit == int(limit)
                 assert feasible(profile, request)
                 assert not feasible(profile, with_limit(request, int(limit) - 1))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "build_optimizer"])
+def test_a_hint_says_that_another_optimizer_replaces_the_one_of_the_model_file(optimizer: str) -> None:
+    profile = dataclasses.replace(chain(layer("a", parameter_bytes=100, optimizer_bytes=1000)), optimizer=optimizer)
+    hint = infeasible(profile, Request(inputs=inputs_of(1, 1, memory_bytes=400))).hint
+    assert "a plan fits: profile with `--optimizer" in hint
+    assert hint.endswith("(replaces `build_optimizer`)") == (optimizer == "build_optimizer")
