@@ -33,7 +33,7 @@ def comparison_table(comparison: Comparison) -> Table:
         column("bubble", "bubble", attrgetter("plan.predicted.bubble"), "percent", drop=4),
         column("peak", "peak", lambda row: max(row.plan.peak_bytes_by_device()), "bytes"),
         column("limit", "limit", lambda row: min(stage.memory_bytes for stage in row.plan.stages), "bytes", drop=6),
-        column("against", "", lambda row: _against(row, first), "percent"),
+        column("against", "speed vs\nfirst", lambda row: _against(row, first), "percent"),
     )
 
 
