@@ -27,7 +27,9 @@ def typed_settings(owner: str, build: Callable[..., Any], settings: dict[str, st
     typed: dict[str, Setting] = {}
     for name, text in settings.items():
         if name not in parameters and not is_open:
-            raise UsageError(f"{owner} has no setting `{name}`", hint=f"it has {public_names_text(parameters)}")
+            names = public_names_text(parameters)
+            hint = f"it has {names}" if parameters else f"{owner} takes no settings: leave `--set` out"
+            raise UsageError(f"{owner} has no setting `{name}`", hint=hint)
         wanted = _type_of_setting(build, parameters[name]) if name in parameters else _guessed(text)
         typed[name] = _typed(f"{owner}: `--set {name}={text}`", text, wanted)
     return typed

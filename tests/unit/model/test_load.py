@@ -198,6 +198,13 @@ def test_wrong_settings_are_refused(tmp_path: Path, name: str, text: str, expect
         assert "`a`, `b`" in refused.value.hint
 
 
+def test_a_builder_without_settings_says_so(tmp_path: Path) -> None:
+    text = "def build_model(): return nn.Sequential(nn.Linear(8, 4))\n"
+    with pytest.raises(UsageError) as refused:
+        load(tmp_path, HEAD + text + EXAMPLE, width="24")
+    assert refused.value.hint.endswith("build_model takes no settings: leave `--set` out")
+
+
 @pytest.mark.parametrize("text", ["nan", "inf", "-inf"])
 def test_settings_must_be_finite(tmp_path: Path, text: str) -> None:
     with pytest.raises(UsageError, match="--set b="):
