@@ -178,12 +178,23 @@ def _emit_line(plans: "Sequence[Plan]", paths: Sequence[str]) -> str:
 
 
 def _format(plan: "Plan", profile: "Profile") -> str:
+    from planner.core.errors import UsageError
+    from planner.emit.layout import PlanLayout
+    from planner.emit.megatron import MEGATRON_SCHEDULES
+    from planner.emit.torchtitan import emit_torchtitan
+
     if "formula" not in profile.model.settings:
         return " --format torchtitan" if plan.shards_optimizer or plan.tensor_parallel > 1 else ""
-    # Megatron-LM has decoders only.
-    return (
-        " --format csv" if any(layer.name.startswith("decoder_") for layer in profile.layers) else " --format megatron"
-    )
+    if any(layer.name.startswith("decoder_") for layer in profile.layers):  # Megatron-LM has decoders only
+        return " --format csv"
+    if plan.schedule in {schedule.name for schedule in MEGATRON_SCHEDULES}:
+        return " --format megatron"
+    # torchtitan reads any order of actions from a file, but cannot cut the layers of every formula.
+    try:
+        emit_torchtitan(PlanLayout.of(plan, profile))
+    except UsageError:
+        return " --format megatron"
+    return " --format torchtitan"
 
 
 def _notes(console: Console, plan: "Plan", profile: "Profile", *, extrapolated: bool) -> None:

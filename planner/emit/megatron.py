@@ -23,6 +23,9 @@ from planner.core.schedule import INTERLEAVED, ONE_FORWARD_ONE_BACKWARD
 from planner.core.values.profile import LayerProfile
 from planner.emit.layout import EngineFile, PlanLayout, signed_text
 
+MEGATRON_SCHEDULES: Final = (ONE_FORWARD_ONE_BACKWARD, INTERLEAVED)
+"""Schedules that Megatron-LM runs."""
+
 _NAME: Final = "Megatron-LM"
 _OPTION: Final = "--pipeline-model-parallel-layout"
 _NUMBERED = re.compile(r"(?P<stem>.*[^\W\d].*?)(?P<number>\d+)(?P<rest>\D.*)?")
@@ -53,7 +56,7 @@ def emit_megatron(layout: PlanLayout) -> EngineFile:
     _check_one_mtp_stage(layout, letters)
     num_mtp = sum(stage.count("m") for stage in letters)
     text = "|".join("".join(_times(letter, len(list(run))) for letter, run in groupby(stage)) for stage in letters)
-    runs = (INTERLEAVED, ONE_FORWARD_ONE_BACKWARD) if plan.chunks > 1 else (ONE_FORWARD_ONE_BACKWARD, INTERLEAVED)
+    runs = MEGATRON_SCHEDULES[::-1] if plan.chunks > 1 else MEGATRON_SCHEDULES
     notes = [
         *layout.schedule_notes(_NAME, *runs),
         *layout.recompute_notes("Megatron-LM recomputes equally on all stages: set `--recompute-granularity`"),

@@ -25,6 +25,11 @@ Use it in a config function of torchtitan:
     return planned(config)
 Modules that are in none of the lists are deleted from every stage."""
 
+_ORDER: Final = """
+
+`pipeline_parallel_schedule` only decides which device has which stage. torchtitan reads the actions of each device from
+schedule.csv."""
+
 _FUNCTION: Final = '''
 
 def planned(config):
@@ -74,7 +79,6 @@ def emit_torchtitan(layout: PlanLayout) -> EngineFile:
         parallelism["tensor_parallel_degree"] = plan.tensor_parallel
     extra_files: dict[str, str] = {}
     if not layout.schedule.torch_name:
-        # The name of the schedule then only decides the placement of the stages.
         parallelism["pipeline_parallel_schedule_csv"] = SCHEDULE_FILE
         extra_files[SCHEDULE_FILE] = schedule_table(layout)
     sharded = ["FSDP also divides parameters among replicas: less memory, more transfers"]
@@ -88,10 +92,11 @@ def emit_torchtitan(layout: PlanLayout) -> EngineFile:
     values = python_assignments(
         PARALLELISM=parallelism, MICRO_BATCHES=plan.micro_batches, MICRO_BATCH_SIZE=plan.micro_batch_size
     )
+    use = _USE + _ORDER * bool(extra_files)
     body = f"import dataclasses\n\n{values}{_FUNCTION}"
     return EngineFile(
         name="plan_torchtitan.py",
-        text=signed_text(layout, body, engine="torchtitan 0.3.0 or later", option=_NAME, notes=notes, docstring=_USE),
+        text=signed_text(layout, body, engine="torchtitan 0.3.0 or later", option=_NAME, notes=notes, docstring=use),
         notes=tuple(notes),
         use="`return planned(config)` in a config function of torchtitan, with what plan_torchtitan.py defines",
         extra_files=extra_files,

@@ -141,6 +141,18 @@ def test_suggested_next_commands_of_a_configuration_work(more, tmp_path, capsys,
     assert "--format megatron" in refused.err
 
 
+@pytest.mark.parametrize(("family", "expected"), [("llama", "torchtitan"), ("transformer", "megatron")])
+def test_suggested_engine_runs_the_schedule(family, expected, tmp_path, capsys, monkeypatch):
+    """No engine with a model of the formula `transformer` runs ZB-H1."""
+    monkeypatch.chdir(tmp_path)
+    sizes = ("--layers", "4", "--hidden", "64", "--heads", "4", "--sequence", "32", "--vocabulary", "100")
+    sizes += ("--feed-forward", "128") * (family == "llama")
+    call(capsys, "profile", "--from-formula", family, *sizes, "--device", "estimate:h100", "--tensor-parallel", "1")
+    ran = call(capsys, "solve", "--devices", "2", "--batch", "8", "--schedule", "zb-h1")
+    assert _next(ran.err) == ("emit", "--format", expected)
+    assert call(capsys, *_next(ran.err)).code == 0
+
+
 def _next(stderr: str) -> tuple[str, ...]:
     (line,) = (line for line in stderr.splitlines() if line.startswith("next: "))
     return tuple(line.removeprefix("next: gpipe-plan ").split())

@@ -87,6 +87,7 @@ def test_schedules_unknown_to_torch_get_a_schedule_file(name: str, placing: str)
     assert '_load_csv("schedule.csv", format="compute_only")' in cuts.text
     titan = emitted("torchtitan", plan)
     assert titan.extra_files == {"schedule.csv": table}
+    assert "# `pipeline_parallel_schedule` only decides which device has which stage." in titan.text
     assert f'"pipeline_parallel_schedule": "{placing}",' in titan.text
     assert '"pipeline_parallel_schedule_csv": "schedule.csv",' in titan.text
 
