@@ -27,8 +27,8 @@ Modules that are in none of the lists are deleted from every stage."""
 
 _ORDER: Final = """
 
-`pipeline_parallel_schedule` only decides which device has which stage. torchtitan reads the actions of each device from
-schedule.csv."""
+`pipeline_parallel_schedule` only decides which device has which stage.
+torchtitan reads the actions of each device from schedule.csv."""
 
 _FUNCTION: Final = '''
 
