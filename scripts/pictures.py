@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from planner import api, files
+import planner
+from planner import files
 from planner.core.cost.evaluate import Evaluation
 from planner.core.schedule import schedule_of
 from planner.core.values.plan import Plan
@@ -50,7 +51,7 @@ def plans(profile: str) -> dict[str, Plan]:
     found = {}
     for name, chunks in CHUNKS.items():
         each = LAYERS // DEVICES // chunks
-        found[name] = api.solve(
+        found[name] = planner.solve(
             profile,
             devices=DEVICES,
             mem="1GB",

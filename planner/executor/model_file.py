@@ -1,8 +1,10 @@
-"""Model file of a run: changes that the training script makes to it must affect the training."""
+"""Model file of a run. Changes that the training script makes to its module take effect, or raise an error."""
 
+import ast
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
@@ -19,32 +21,32 @@ class ModelFile:
         self._functions = self._functions_now()
 
     def load(self, load: Callable[[], LoadedModel]) -> LoadedModel:
-        """Return the model that `load` returns. If the script imports the file later, it gets the same module."""
+        """Return the model that `load` returns. If the script imports the file later, it gets the same module.
+
+        Raises:
+            UsageError: The script has imported the file, and changed a variable or function that `load` sets again.
+        """
         name = self._path.stem
-        before = _values(self._module) if self._module is sys.modules.get(name) else {}
-        loaded, after = load(), _values(self._module)
-        lost = [key for key in before if key in after and before[key] != after[key]]
-        if lost:
-            loaded, again = load(), _values(self._module)
-            lost = [key for key in lost if after[key] == again[key]]  # the others, such as times, always differ
-        if lost:
-            raise UsageError(
-                f"the script has changed `{lost[0]}` of {self._path.name} too early: the pipeline runs the file again, "
-                "so the change is lost",
-                hint="change it in the block of `pipeline_script`, or in the file",
-            )
-        spec = importlib.util.find_spec(name) if name not in sys.modules and name.isidentifier() else None
-        if spec is not None and spec.origin == str(self._path) and self._module is not None:
-            sys.modules[name] = self._module
-        return loaded
+        if self._module is sys.modules.get(name):
+            lost = next(_changed_names(self._path, self._module), None) if self._module is not None else None
+            if lost is not None:
+                raise UsageError(
+                    f"the script has changed `{lost}` of {self._path.name} before `with pipeline_script(…)`, which "
+                    "runs the file again, so the change is lost",
+                    hint="change it in the block of `with pipeline_script(…)`, or in the file",
+                )
+            spec = importlib.util.find_spec(name) if name not in sys.modules and name.isidentifier() else None
+            if spec is not None and spec.origin == str(self._path):
+                sys.modules[name] = importlib.util.module_from_spec(spec)  # `load` runs the file in this module
+        return load()
 
     def check_functions(self) -> None:
         """Raise a `UsageError` if the script has replaced a function of the file since this object was made."""
         for name, function in self._functions_now().items():
             if function is not self._functions[name]:
                 raise UsageError(
-                    f"the script has replaced `{name}` of {self._path.name}, but the pipeline uses the file's function",
-                    hint="let the file's function read a variable, which the script may change",
+                    f"the script has replaced `{name}` of {self._path.name}, but the pipeline still calls the file's",
+                    hint="let the function in the file use a variable of its module, and set this variable instead",
                 )
 
     @property
@@ -56,13 +58,37 @@ class ModelFile:
         return {name: getattr(self._module, name, None) for name in ("loss_fn", "loss_count", "train_batches")}
 
 
-def _values(module: ModuleType | None) -> dict[str, Any]:
-    """Return numbers, texts and codes of functions of a module and of its classes, by name."""
-    own = {} if module is None else vars(module)
-    owners = [("", own), *((f"{name}.", vars(value)) for name, value in own.items() if isinstance(value, type))]
-    return {
-        prefix + name: getattr(value, "__code__", value)
-        for prefix, values in owners
-        for name, value in values.items()
-        if isinstance(value, bool | int | float | str | FunctionType) and not name.startswith("__")
-    }
+def _changed_names(path: Path, module: ModuleType) -> Iterator[str]:
+    """Yield names of the file's constants and functions that have another value in its imported module.
+
+    Only values are compared that the file alone cannot change: literals that it assigns once, and functions.
+    """
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, UnicodeDecodeError):
+        return  # `load` reports it
+    nodes = list(ast.walk(tree))
+    written = {name for node in nodes if isinstance(node, ast.Global) for name in node.names}
+    written |= {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
+    stored = Counter(node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    bodies = [("", module, tree.body), *((f"{c.name}.", getattr(module, c.name, None), c.body) for c in classes)]
+    for prefix, owner, statements in bodies:
+        values = getattr(owner, "__dict__", {})
+        for name, is_equal in (pair for statement in statements for pair in _constants(statement, path)):
+            if name in values and name not in written and stored[name] <= 1 and not is_equal(values[name]):
+                yield prefix + name
+
+
+def _constants(statement: ast.stmt, path: Path) -> Iterator[tuple[str, Callable[[Any], bool]]]:
+    """Yield the name that a statement defines, and a function that tells whether a value is the defined one."""
+    if isinstance(statement, ast.FunctionDef) and not statement.decorator_list:
+        yield (
+            statement.name,
+            lambda now: isinstance(now, FunctionType) and Path(now.__code__.co_filename).resolve() == path,
+        )
+    elif isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
+        value = statement.value.operand if isinstance(statement.value, ast.UnaryOp) else statement.value
+        if len(statement.targets) == 1 and isinstance(value, ast.Constant):
+            literal = ast.literal_eval(statement.value)
+            yield statement.targets[0].id, lambda now: type(now) is type(literal) and now == literal

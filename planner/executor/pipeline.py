@@ -87,7 +87,7 @@ class Pipeline:
         self._num_taken = 0
         """Number of mini-batches that `batches` has yielded in the whole run. A step may take none, or several."""
         self._resumed_after: int | None = None
-        """Number of mini-batches that a checkpoint's run had taken, until `batches` yields the next one."""
+        """Mini-batches before the checkpoint of a resumed run; None once `batches` has yielded the next one."""
         try:
             seed_process(seed)  # before the model file is imported, because the import may build the model
             # The model's path in a balance configuration is relative to the configuration's folder.
@@ -111,7 +111,7 @@ class Pipeline:
             self.meta_model = self._assembly.whole_model
             """The whole model on the meta device: its tensors have shapes, but no values, and get no gradients."""
             self.canonical_names = self._assembly.canonical_names
-            """First name of each tensor in the model's state dict, by each of its names."""
+            """First name in the model's state dict of every name of a tensor."""
             self.losses = self._trainer.losses
             """Loss of every step of this process."""
         except BaseException:

@@ -116,9 +116,9 @@ class Trainer:
             optimizer = held()
             if optimizer is not None and self._job.place.num_devices > 1 and step_hooks(optimizer) != hooks:
                 raise UsageError(
-                    f"the script has added a hook to the {type(optimizer).__name__} of `pipeline.optimizer`, and what "
-                    "the hook changes on this rank is not checked",
-                    hint="add it in the function passed to `pipeline.optimizer`, or call it in the loop",
+                    f"the script has added a hook to the {type(optimizer).__name__} that `pipeline.optimizer` "
+                    "returned: the pipeline cannot check what this hook changes",
+                    hint="add it in the function passed to `pipeline.optimizer`, or call its function in the loop",
                 )
             groups = [] if optimizer is None else optimizer.param_groups[:num_groups]
             self._script.begin_optimizer_step([_numbers_of(group) for group in groups])
@@ -176,21 +176,21 @@ class Trainer:
         return EvaluationResult(loss=loss, metrics=means, outputs=observed.outputs())
 
     def check_parameters(self) -> None:
-        """Raise a `UsageError` if the script has added a parameter, or a hook that gets only a part of a gradient."""
+        """Raise a `UsageError` if the script has added a parameter, or a hook that gets a part of a gradient only."""
         known = set(map(id, self._parameters.values()))
         for name, parameter in self._assembly.named_parameters():
             if id(parameter) not in known:
                 raise UsageError(
                     f'the script has added the parameter "{name}" to a stage: optimizers and checkpoints of the '
-                    "pipeline do not include it",
-                    hint="let `build_model` return the model with all its parameters, and plan again",
+                    "pipeline do not contain it",
+                    hint="create it in `build_model`, and run `gpipe-plan profile`, `solve` and `emit` again",
                 )
             is_shared = name in self._assembly.shared_names and has_hooks(parameter)
             is_summed = self._assembly.replicas is not None and len(parameter._post_accumulate_grad_hooks or ()) > 1
             if parameter.requires_grad and (is_shared or is_summed):
                 raise UsageError(
-                    f'"{name}" has a hook that gets only a part of its gradient: other layers or replicas share it',
-                    hint="change `parameter.grad` in the block of `pipeline.step`, instead of in a hook",
+                    f'a hook of "{name}" gets only a part of the gradient: other layers or replicas share it',
+                    hint="change `parameter.grad` in the block of `with pipeline.step(…)` instead of in a hook",
                 )
 
     def next_batch(self, batches: Iterator[Batch]) -> Batch | None:
@@ -235,8 +235,8 @@ class Trainer:
     ) -> list[tuple[MiniBatchPart, int, list[float]]]:
         if not dist.is_initialized():
             raise UsageError(
-                "the script calls the pipeline within `optimizer.step()`",
-                hint="call `optimizer.step()` without a closure, in the block of `pipeline.step`",
+                "the script calls a method of the pipeline within `optimizer.step()`, such as from a closure",
+                hint="call `optimizer.step()` without a closure, in the block of `with pipeline.step(…)`",
             )
         parts = [*chain.from_iterable(pieces)]
         counts, sizes = (

@@ -50,6 +50,10 @@ def _profile_problems(profile: Profile) -> Iterator[Problem]:
         yield ("micro_batch_sizes",), f"at most {MOST_BATCH} samples are supported", ""
     if not profile.layers:
         yield ("layers",), "a profile needs at least one layer", ""
+    if not 0 < profile.fast_round_ratio <= 1:
+        yield ("fast_round_ratio",), "must be above 0 and at most 1", ""
+    if profile.slow_round_ratio < 1:
+        yield ("slow_round_ratio",), "must be at least 1", ""
     yield from _layers_problems(profile.layers, len(sizes), ())
     yield from _widths_problems(profile)
 

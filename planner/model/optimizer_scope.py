@@ -240,7 +240,7 @@ class _SmallParameters:
         if changed:
             raise ModelError(
                 f'{type(self._optimizer).__name__} changes "{changed[0]}", which all optimizers of its class share, in '
-                "`step()`: the ranks of a pipeline would count differently than a plain loop",
+                "`step()`: on several ranks it would have other values than in a plain loop",
                 hint="count in an attribute of the optimizer (`self.steps`), or in its `state[parameter]`",
             )
         if not torch.equal(before, torch.get_rng_state()):

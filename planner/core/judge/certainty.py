@@ -95,7 +95,7 @@ class Certainty:
     round_ratios: tuple[float, float] = (1.0, 1.0)
     """Values of `Profile.fast_round_ratio` and `Profile.slow_round_ratio`."""
     step_us: tuple[float, float] | None = None
-    """Range of the step time in microseconds, from `step_ratio`, `round_ratios` and `sampling`."""
+    """Range of the step time in microseconds, computed from `step_ratio`, `round_ratios` and `sampling`."""
     peak_ratio: float | None = None
     """Largest ratio of measured to predicted peak in earlier runs; None without earlier runs."""
     allocator_ratio: float = 1.0

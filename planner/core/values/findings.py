@@ -149,9 +149,10 @@ RULES: Final = (
         severity="error",
         title="the model is no longer the profiled one",
         meaning="The model file given by `--model`, built without weights, differs from the model behind the profile: "
-        "a layer was added, removed or changed.",
-        why="Memory and time in the profile are those of the old model. The plan may no longer fit, and the executor "
-        "refuses to run it.",
+        "a layer was added, removed or changed, or computes something else. If no layer has changed its name, class or "
+        "shapes, operators are compared only if the profile was made on a CPU with the same version of torch.",
+        why="Memory and time in the profile are those of the old model, and the equivalence check was, too. The plan "
+        "may no longer fit. If names, classes or shapes have changed, `train.py` refuses to run.",
         remedy="Profile the current model, solve again, and commit both files with the change to the model.",
     ),
     Rule(

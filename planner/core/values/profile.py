@@ -328,9 +328,9 @@ class Profile:
     expert_parallel: int = field(default=1, metadata=LEFT_OUT)
     """Number of replicas among which each layer's experts are divided. A plan's replicas are a multiple of it."""
     fast_round_ratio: float = field(default=1.0, metadata=LEFT_OUT)
-    """10th percentile of the time to run every layer once, divided by the median; 1 if unknown."""
+    """10th percentile of the times of rounds over all layers, divided by their median; 1 if unknown."""
     slow_round_ratio: float = field(default=1.0, metadata=LEFT_OUT)
-    """90th percentile of the time to run every layer once, divided by the median; 1 if unknown."""
+    """90th percentile of the times of rounds over all layers, divided by their median; 1 if unknown."""
     layers: tuple[LayerProfile, ...]
     widths: tuple[WidthCosts, ...] = ()
     """Costs of the layers for other values of `tensor_parallel`."""

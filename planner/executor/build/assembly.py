@@ -57,7 +57,7 @@ class ProcessStages:
         self._chain = structure or build_structure(model)
         check_same_model(balance, model, self._chain)
         self.canonical_names = canonical_names(self._chain.model)
-        """First name of each tensor, by each of its names in the state dict. A tied tensor has several names."""
+        """First name of every name in the state dict. A tied tensor has several names."""
         cuts = list(accumulate(balance.balance, initial=0))
         self._ranges = [StageRange(cuts[k], cuts[k + 1], bool(balance.stages[k].recomputed)) for k in place.stages]
         # Shapes and engine of a smaller last mini-batch are made when it occurs.
@@ -112,7 +112,7 @@ class ProcessStages:
 
     @cached_property
     def _first_names(self) -> dict[str, str]:
-        """First name of each parameter in the whole model, by each of its names. A tied parameter has several."""
+        """First name in the whole model of every name of a parameter. A tied parameter has several names."""
         first: dict[int, str] = {}
         parameters = self._chain.model.named_parameters(remove_duplicate=False)
         return {name: first.setdefault(id(parameter), name) for name, parameter in parameters}

@@ -143,7 +143,7 @@ class LayerState:
         self._rewritten: set[tuple[int, str]] = set()
         """Keys of the entries that a forward has changed. Later forwards do not compare their values."""
         self._writes_parameters: bool | None = None
-        """True if the first forward wrote into trained parameters. `profile` has then compared such recomputations."""
+        """True if the first forward wrote into trained parameters. `profile` has then checked their recomputation."""
 
     def release_snapshot(self) -> None:
         """Release the last snapshot."""

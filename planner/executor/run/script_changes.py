@@ -102,7 +102,7 @@ class ScriptChangeRecorder:
         self.ignore_random_draws()
 
     def begin_batch(self) -> None:
-        """Let `check_before_step` compare with the current weights: the script gets a mini-batch for the next step."""
+        """Store the current weights, with which `check_before_step` compares, before the script gets a mini-batch."""
         self.ignore_random_draws()
         self._has_batch = True
 
@@ -161,8 +161,8 @@ class ScriptChangeRecorder:
             )
         if own.rates != other.rates:
             raise TrainingError(
-                f"rank {rank} had other learning rates than rank {previous} when it called `optimizer.step()`, or "
-                "other options: the script sets them by values of one rank's parameters",
+                f"learning rates or other options of the optimizer differ between ranks {previous} and {rank} in "
+                "`optimizer.step()`: the script seems to compute them from the parameters of one rank only",
                 hint=_HINT,
             )
         rounding = max(_ROUNDING, *map(_rounding_of, (self._at_begin.weights, self._at_begin.gradients)))

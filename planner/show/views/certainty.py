@@ -121,7 +121,7 @@ def speed_words(fast_ratio: float, slow_ratio: float) -> str:
     """
     if max(1 / fast_ratio, slow_ratio) <= _STEADY_RATIO:
         return ""
-    return f"the device's speed varied: passes over all layers took {_signed(fast_ratio)} to {_signed(slow_ratio)}"
+    return f"the device's speed varied: rounds over all layers took {_signed(fast_ratio)} to {_signed(slow_ratio)}"
 
 
 _STEADY_RATIO = 1.1

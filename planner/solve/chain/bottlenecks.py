@@ -18,8 +18,9 @@ leaves out the backward of the last micro-batch, whose time depends on recomputa
 
 Long chains on many devices get their first plans from these paths, which take far less time than the dynamic program.
 
-Within a box, partial plans hardly differ. If there are few, the dynamic program solves the box; otherwise it is divided
-in two. The box with the smallest lower bound is searched first. No plan in another box can be faster than this bound.
+Within a box, partial plans have nearly the same two times, so most of them are dominated. If few remain, the dynamic
+program solves the box; otherwise it is divided in two. The box with the smallest lower bound is searched first. No plan
+in another box can be faster than this bound.
 
 Complexity: O(K L W) for each of a few dozen boxes, with K stages, L layers and W layers in the longest stage.
 """
@@ -35,7 +36,7 @@ from planner.solve.deadline import NEVER, Deadline
 from planner.solve.space.problem import NO_LIMIT, Bottlenecks, ChainProblem
 
 _LARGE = 10**6
-"""Number of layers times stages from which first plans are shortest paths, because the dynamic program is slow."""
+"""Smallest number of layers times stages for which first plans are shortest paths, because other searches are slow."""
 
 _MOST_LABELS, _ENOUGH_LABELS = 400, 5000
 """Limits on partial plans of a `_Box`, with equally many stages and in total. If both are exceeded, it is divided."""

@@ -177,10 +177,10 @@ class CutDynamicProgram:
         return best
 
     def partition_of_bound(self, name: str) -> ChainCuts | None:
-        """Return a partition that attains the lower bound `name` of all partitions; None if no partition fits.
+        """Return a partition that attains the lower bound with the key `name`; None if no partition fits.
 
-        If devices differ and the number of stages is not exact, there may be no such partition. The result is then None
-        or another partition.
+        If devices differ and the number of stages is not fixed, the partition may not attain the bound, or the result
+        may be None.
         """
         states, firsts, choices = tuple(self._root().states), [], []
         for num_later, stage in enumerate(self.prefixes.stages_of_bound(name)):

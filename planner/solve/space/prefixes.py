@@ -56,8 +56,8 @@ class PrefixBounds:
     def stages_of_bound(self, name: str) -> Iterator[StageTimeArrays]:
         """Yield the stages of a partition that attains the bound for all layers, from the last stage to the first.
 
-        All devices and links must be equal, or the number of stages must be exact. Arrays have one entry. If no
-        partition fits, nothing is yielded. `name` is a key of the argument `kinds` of this class.
+        All devices and links must be equal, or the number of stages must be fixed. Each result is one stage, in arrays
+        with one entry. If no partition fits, there are none. `name` is a key of the argument `kinds` of this class.
         """
         least, (combine, stage_values) = self.least[name], self._kinds[name]
         end, num_stages = self._problem.num_layers, self._problem.num_stages

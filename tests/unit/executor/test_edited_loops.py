@@ -273,7 +273,7 @@ def test_clipping_by_the_norm_of_one_rank_is_refused(folder: Path) -> None:
         ("own norm", "multiplied the gradients of its parameters by another number than on rank 0"),
         ("sharpness", "added another multiple of the gradients to its parameters than on rank 0"),
         ("own projection", "multiplied its parameters by another number than on rank 0"),
-        ("own rate", "rank 1 had other learning rates than rank 0 when it called `optimizer.step()`"),
+        ("own rate", "learning rates or other options of the optimizer differ between ranks 0 and 1"),
         ("own skip", "rank 1 has called `optimizer.step()` 1 times, and rank 0 2 times"),
     ],
 )

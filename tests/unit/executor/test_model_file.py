@@ -15,9 +15,17 @@ from torch import nn
 
 STARTED_NS = time.perf_counter_ns()
 FACTOR = 1.0
+COUNT, DEPTH = 0, -1
+READY = False
+
+def prepare():
+    global READY
+    READY = True
+    Scaled.made += 1
 
 class Scaled(nn.Linear):
     scale = 1.0
+    made = 0
 
 def build_model():
     return Scaled(4, 4)
@@ -61,3 +69,27 @@ def test_a_script_must_not_change_variables_too_early(
     setattr(owner, name.rpartition(".")[2], 2.0)
     with pytest.raises(UsageError, match=f"changed `{name}`"):
         loaded(path)
+
+
+def test_values_that_the_file_itself_changes_are_no_change_of_the_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "file_that_prepares.py"
+    path.write_text(TEXT)
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module(path.stem)
+    module.prepare()
+    module.STARTED_NS = 0
+    loaded(path)
+    module.prepare = len
+    with pytest.raises(UsageError, match="changed `prepare`"):
+        loaded(path)
+
+
+def test_classes_of_a_late_import_can_be_pickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Worker processes of a loader import the class by the name of its module."""
+    path = tmp_path / "file_with_classes.py"
+    path.write_text(TEXT)
+    monkeypatch.syspath_prepend(tmp_path)
+    loaded(path)
+    assert importlib.import_module(path.stem).Scaled.__module__ == path.stem

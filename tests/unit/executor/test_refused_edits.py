@@ -125,15 +125,15 @@ def losses(output: str) -> list[str]:
 @pytest.mark.parametrize(
     ("what", "says"),
     [
-        ("hook", "the script has added a hook to the SGD of `pipeline.optimizer`"),
+        ("hook", "the script has added a hook to the SGD that `pipeline.optimizer` returned"),
         ("added", '.extra" to a stage'),
         ("added late", '.extra" to a stage'),
-        ("closure", "the script calls the pipeline within `optimizer.step()`"),
+        ("closure", "the script calls a method of the pipeline within `optimizer.step()`"),
         ("replaced", "the script has replaced `loss_fn` of model.py"),
-        ("too early", "the script has changed `FACTOR` of model.py too early"),
+        ("too early", "the script has changed `FACTOR` of model.py before `with pipeline_script(…)`"),
         ("noise", "the script draws random numbers while it changes weights"),
         ("after the block", "multiplied the gradients of its parameters by another number than on rank 0"),
-        ("own momentum", "rank 1 had other learning rates than rank 0 when it called `optimizer.step()`, or other"),
+        ("own momentum", "learning rates or other options of the optimizer differ between ranks 0 and 1"),
     ],
 )
 def test_edits_without_their_usual_effect_are_refused(folder: Path, what: str, says: str) -> None:
@@ -143,7 +143,7 @@ def test_edits_without_their_usual_effect_are_refused(folder: Path, what: str, s
 @pytest.mark.parametrize("change", [{"settings": (("tied", 1),)}, {"balance": (4,), "replicas": 2}])
 def test_hooks_must_get_whole_gradients(folder: Path, change: dict[str, Any]) -> None:
     write_balance(replace(Case(model=folder / "model.py", balance=(2, 2)), **change), folder / "other.yaml")
-    assert "has a hook that gets only a part of its gradient" in refusal(folder, "gradient hook", "other")
+    assert "gets only a part of the gradient" in refusal(folder, "gradient hook", "other")
     assert len(losses(train(folder, "gradient hook", 2))) == 2
 
 

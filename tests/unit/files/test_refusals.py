@@ -384,6 +384,8 @@ def test_tied_bytes_are_at_most_the_parameters(tmp_path: Path) -> None:
         ("tensor_parallel: 4", "tensor_parallel: 2", "`widths[0].tensor_parallel`: expected another width, at least 1"),
         ("tensor_parallel: 4", "tensor_parallel: 0", "`widths[0].tensor_parallel`: expected another width, at least 1"),
         ("tensor_parallel: 2", "tensor_parallel: 0", "`tensor_parallel`: must be at least 1"),
+        ("fast_round_ratio: 0.95", "fast_round_ratio: 0", "`fast_round_ratio`: must be above 0 and at most 1"),
+        ("slow_round_ratio: 1.25", "slow_round_ratio: 0.5", "`slow_round_ratio`: must be at least 1"),
         ("name: h.1", "name: k.1", "`widths[0].layers`: expected the layers of the profile, by name and in order"),
         ("forward_us: [10.1, 40.2]", "forward_us: [10.1]", "`widths[0].layers[0].forward_us`: expected 2 values"),
     ],

@@ -1,5 +1,6 @@
 """Models built without parameters, and changes of a model since it was profiled."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -149,6 +150,36 @@ def test_a_changed_dropout_rate_is_reported() -> None:
     changes = model_changes(loaded_model(lambda: dropping(0.2)), before)
     assert changes
     assert {change.layer for change in changes} <= {"", "1"}
+
+
+def test_other_operators_in_the_same_layers_are_reported() -> None:
+    """They are not compared with a profile of another device or of another version of torch, whose operators differ."""
+
+    def scaled(factor: float) -> nn.Sequential:
+        class Scale(nn.Module):
+            def forward(self, value: Tensor) -> Tensor:
+                return value * factor
+
+        return nn.Sequential(nn.Linear(8, 8), Scale(), nn.Linear(8, 8))
+
+    loaded, before = loaded_model(lambda: scaled(3.0)), profile_of_model(loaded_model(lambda: scaled(2.0)), sizes=(2,))
+    assert [(c.layer, c.message) for c in model_changes(loaded, before)] == [
+        ("1", "computes something else than when it was profiled")
+    ]
+    environment = replace(before.environment, torch="2.8.0")
+    assert model_changes(loaded, replace(before, environment=environment)) == ()
+    assert model_changes(loaded, replace(before, device=replace(before.device, kind="cuda"))) == ()
+
+
+def test_layers_that_draw_indices_are_not_compared() -> None:
+    """Their operators have other numbers in each trace."""
+
+    class Shuffled(nn.Module):
+        def forward(self, value: Tensor) -> Tensor:
+            return value * float(torch.rand(()))
+
+    model = loaded_model(lambda: nn.Sequential(nn.Linear(8, 8), Shuffled(), nn.Linear(8, 8)))
+    assert model_changes(model, profile_of_model(model, sizes=(2,))) == ()
 
 
 def test_traces_on_ghosts_and_on_values_have_the_same_units() -> None:

@@ -96,7 +96,7 @@ def test_peak_is_shown_with_its_upper_end():
 
 def test_a_device_of_varying_speed_is_mentioned():
     varying = replace(OPEN, round_ratios=(0.95, 1.32))
-    assert "; the device's speed varied: passes over all layers took -5.0 % to +32.0 %; " in accuracy_words(varying)
+    assert "; the device's speed varied: rounds over all layers took -5.0 % to +32.0 %; " in accuracy_words(varying)
     assert "speed" not in accuracy_words(replace(OPEN, round_ratios=(0.95, 1.08)))
 
 
