@@ -143,7 +143,7 @@ class LayerState:
         self._rewritten: set[tuple[int, str]] = set()
         """Keys of the entries that a forward has changed. Later forwards do not compare their values."""
         self._writes_parameters: bool | None = None
-        """True if the first forward wrote into trained parameters. `profile` has then checked their recomputation."""
+        """True if the first forward that can be recomputed wrote into trained parameters: `profile` has checked it."""
 
     def release_snapshot(self) -> None:
         """Release the last snapshot."""
@@ -238,9 +238,11 @@ class LayerState:
         now = self.snapshot()
         is_written = now.versions != snapshot.versions and not self._writes_parameters
         if is_written or now.structure != snapshot.structure:
+            is_same = now.structure == snapshot.structure
+            what = "written into trained" if is_same else "changed a module's hooks, submodules or trained"
             raise ModelError(
-                "`forward` has changed a module's hooks, submodules or trained parameters: earlier micro-batches used "
-                "the old ones, so they cannot be recomputed",
+                f"`forward` has {what} parameters: earlier micro-batches used the old ones, so they cannot be "
+                "recomputed",
                 hint="plan with `--recompute never`",
             )
         buffers = [(module._buffers, list(module._buffers)) for module in self._modules]

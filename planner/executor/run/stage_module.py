@@ -260,7 +260,9 @@ class StageModule(nn.Module):
                 value = run(value)
                 continue
             is_all = index == last and self._loss_fn is not None
-            run = self._states[index].with_same_state(partial(self._loss_of, run, targets) if is_all else run)
+            run = partial(self._loss_of, run, targets) if is_all else run
+            if torch.is_grad_enabled():  # an evaluation is not recomputed
+                run = self._states[index].with_same_state(run)
             value = run_recomputed(self._record_second_call(run), again, value)
             if is_all:
                 loss: Tensor = value

@@ -120,14 +120,20 @@ def _write(layer: nn.Sequential) -> None:
         layer[0].weight.zero_()
 
 
-@pytest.mark.parametrize("change", [_add_hook, _freeze, _replace, _tie, _write])
-def test_a_layer_that_has_changed_is_not_recomputed(change: Callable[[nn.Sequential], None]) -> None:
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        *[(each, "changed a module's hooks, submodules or trained") for each in (_add_hook, _freeze, _replace, _tie)],
+        (_write, "written into trained"),
+    ],
+)
+def test_a_layer_that_has_changed_is_not_recomputed(change: Callable[[nn.Sequential], None], says: str) -> None:
     layer = nn.Sequential(nn.Linear(2, 2))
     value: Tensor = torch.ones(1, 2)
     run = LayerState([("0", layer)]).with_same_state(layer)
     run(value)
     change(layer)
-    with pytest.raises(ModelError, match="has changed a module's hooks, submodules or trained parameters"):
+    with pytest.raises(ModelError, match=f"`forward` has {says} parameters"):
         run(value)
 
 

@@ -52,6 +52,16 @@ class Doubles(nn.Module):
         return value.mul_(2)
 
 
+class Normalized(nn.Linear):
+    """Linear layer whose forward normalizes its weight in training."""
+
+    def forward(self, value: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.weight.copy_(nn.functional.normalize(self.weight))
+        return super().forward(value)
+
+
 def convolutions() -> nn.Sequential:
     """Return eleven layers with in-place ReLUs after norms and after a residual block."""
     return nn.Sequential(
@@ -372,6 +382,18 @@ def test_layers_are_recomputed_only_in_backward() -> None:
     made = run_recomputed(frozen, RecomputedLayer(False, (False,)), torch.randn(2, 8))
     assert not made.requires_grad
     assert len(calls) == 4
+
+
+def test_a_layer_that_writes_its_weight_only_in_training_is_recomputed_after_an_evaluation() -> None:
+    loaded = loaded_model(lambda: nn.Sequential(Normalized(8, 8), nn.Linear(8, 8)), 8)
+    value = loaded.example_batch(SIZE).inputs
+    stage = stage_of(loaded, chain_shapes(build_structure(loaded), value), 0, 2, (0, 1))
+    stage.micro_batch, stage.targets = 0, [None]
+    with torch.no_grad(), stage.evaluation_mode():
+        expected = stage(value)
+    assert not expected.requires_grad
+    stage(value).backward()
+    assert all(parameter.grad is not None for parameter in stage.parameters())
 
 
 def test_outputs_without_gradient_have_none_after_recomputation() -> None:
