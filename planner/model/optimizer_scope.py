@@ -13,6 +13,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from inspect import unwrap
 from typing import Any, TypeVar
 
 import torch
@@ -21,6 +22,7 @@ from torch.nn.parameter import is_lazy
 
 from planner.core.errors import ModelError
 from planner.model.optimizers import OptimizerBuilder, ParameterGroup, WholeModelOptimizer
+from planner.model.python_state import function_of, variables_read
 from planner.model.seeding import preserve_torch_generators
 
 _STEPS = (
@@ -222,6 +224,7 @@ class _SmallParameters:
         self._initial = {n: _random(sample[n], n).to(device) for n in part}
         self._tensors = {n: nn.Parameter(tensor.clone()) for n, tensor in self._initial.items()}
         self._optimizer = whole.build_for((sample[n], tensor) for n, tensor in self._tensors.items())
+        self._shared = _SharedNumbers(type(self._optimizer))
 
     def take_numbers(self, optimizer: torch.optim.Optimizer) -> None:
         vars(self._optimizer).update(_numbers(vars(optimizer)))
@@ -234,9 +237,9 @@ class _SmallParameters:
         for n, tensor in self._tensors.items():
             tensor.data.copy_(self._initial[n])
             tensor.grad = gradients[n].to(tensor.device, copy=True)
-        before, shared = torch.get_rng_state(), _shared_numbers(type(self._optimizer))
+        before, shared = torch.get_rng_state(), self._shared.numbers()
         _step(self._optimizer)
-        changed = sorted(name for name, *_ in shared ^ _shared_numbers(type(self._optimizer)))
+        changed = sorted(name for name, *_ in shared ^ self._shared.numbers())
         if changed:
             raise ModelError(
                 f'{type(self._optimizer).__name__} changes "{changed[0]}", which all optimizers of its class share, in '
@@ -266,11 +269,24 @@ class _SmallParameters:
         return results
 
 
-def _shared_numbers(kind: type) -> set[tuple[str, int, float]]:
-    """Return names, owners and values of numbers in the user's optimizer classes and in their modules."""
-    classes = [cls for cls in kind.__mro__ if cls is not object and not cls.__module__.startswith("torch.")]
-    owners = [*classes, *(sys.modules[cls.__module__] for cls in classes if cls.__module__ in sys.modules)]
-    return {(name, n, value) for n, owner in enumerate(owners) for name, value in _numbers(vars(owner)).items()}
+class _SharedNumbers:
+    """Numbers in the user's optimizer classes, and numbers in their modules that the code of the classes reads."""
+
+    def __init__(self, kind: type) -> None:
+        self._classes = [cls for cls in kind.__mro__ if cls is not object and not cls.__module__.startswith("torch.")]
+        functions = [f for cls in self._classes for value in vars(cls).values() if (f := function_of(value))]
+        # The `step` in the class of an optimizer is wrapped in a function of torch.
+        variables = variables_read({}, *functions, *map(unwrap, functions))
+        files = {cls.__module__ for cls in self._classes} & sys.modules.keys()
+        self._read = [(file, name) for file, _, name in (each.partition(":") for each in variables) if file in files]
+
+    def numbers(self) -> set[tuple[str, str, int | float]]:
+        """Return names, owners and values of the numbers."""
+        owners = {f"{cls.__module__}.{cls.__qualname__}": vars(cls) for cls in self._classes}
+        found = {(name, owner, n) for owner, values in owners.items() for name, n in _numbers(values).items()}
+        for file, name in self._read:
+            found |= {(name, file, n) for n in _numbers({name: vars(sys.modules[file]).get(name)}).values()}
+        return found
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:

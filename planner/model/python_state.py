@@ -16,6 +16,7 @@ are counted as `PATH.tensors`.
 """
 
 import ctypes
+import dis
 import functools
 import itertools
 import operator
@@ -162,7 +163,7 @@ def variables_read(modules: Mapping[str, nn.Module], *functions: Any) -> set[str
         if function is None or id(function) in seen or not is_user_module(function.__module__):
             continue
         seen.add(id(function))
-        for name in global_names(function.__code__) & function.__globals__.keys():
+        for name in _names_read(function.__code__) & function.__globals__.keys():
             variables.add(f"{function.__module__}:{name}")
             waiting.append(function.__globals__[name])
     return variables
@@ -352,6 +353,13 @@ def global_names(code: CodeType) -> set[str]:
         if isinstance(constant, CodeType):
             names |= global_names(constant)
     return names
+
+
+def _names_read(code: CodeType) -> set[str]:
+    """Return the names in `global_names(code)`, without those of variables that code only writes."""
+    named = (each for each in dis.get_instructions(code) if each.opcode in dis.hasname)
+    names = {each.argval for each in named if each.opname != "STORE_GLOBAL"}
+    return names.union(*(_names_read(constant) for constant in code.co_consts if isinstance(constant, CodeType)))
 
 
 def user_files(model: nn.Module, loss_fn: Callable[..., Any] | None) -> list[ModuleType]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from functools import partial
+from time import perf_counter
 from typing import Any
 
 import pytest
@@ -122,6 +123,27 @@ class KeepsClass(torch.optim.SGD):
         super().step(closure)
 
 
+NUM_STEPS, LAST = 0, 0.0
+
+
+class CountsInFile(torch.optim.SGD):
+    """SGD with a count of steps in a variable of its file."""
+
+    def step(self, closure: Any = None) -> None:
+        global NUM_STEPS  # noqa: PLW0603 - as in the file of a user
+        NUM_STEPS += 1
+        super().step(closure)
+
+
+class WritesToFile(torch.optim.SGD):
+    """SGD that stores the time of a step in a variable of its file, which no step reads."""
+
+    def step(self, closure: Any = None) -> None:
+        global LAST  # noqa: PLW0603 - as in the file of a user
+        super().step(closure)
+        LAST = perf_counter()
+
+
 class SmallRateClip(ClippedSGD):
     """SGD that clips when a scheduler has lowered the rate."""
 
@@ -171,7 +193,7 @@ def check(build: Callable[..., torch.optim.Optimizer]) -> None:
         *(torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adamax, torch.optim.ASGD),
         *(torch.optim.NAdam, torch.optim.RAdam, torch.optim.Rprop),
         lambda parameters: torch.optim.AdamW(parameters, fused=True),
-        *(by_position, by_shape, Lamb, KeepsClass),
+        *(by_position, by_shape, Lamb, KeepsClass, WritesToFile),
         lambda parameters: torch.optim.SGD(list(parameters)[-1:], lr=0.1),
     ],
 )
@@ -215,6 +237,7 @@ REFUSED = {
     "skipped steps": (SkipsInfinite, "SkipsInfinite reads all parameters", "skip steps by the norm"),
     "failing step": (Unready, r"Unready raised RuntimeError.*call `optimizer.train\(\)` first", ""),
     "tensor in an attribute": (with_averages, "OwnAverage raised", "of one stage alone"),
+    "count in a file": (CountsInFile, 'CountsInFile changes "NUM_STEPS"', "`self.steps`"),
     "count in a class": (CountsInClass, 'CountsInClass changes "steps"', "`self.steps`"),
     "values": (
         lambda parameters: torch.optim.SGD([p for p in parameters if float(p.sum()) > 0], lr=0.1),
