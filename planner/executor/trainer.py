@@ -10,7 +10,6 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from planner.core.errors import ModelError, UsageError
 from planner.executor.build.assembly import ProcessStages
@@ -32,7 +31,7 @@ from planner.executor.run.own_optimizers import OwnOptimizers
 from planner.executor.run.parts import MiniBatchPart, micro_batches_of
 from planner.executor.run.random_state import StepSeeds
 from planner.executor.run.same_batch import NO_CHECKSUMS
-from planner.executor.run.script_changes import ScriptChangeRecorder
+from planner.executor.run.script_changes import ScriptChangeRecorder, numbers_in_options
 from planner.executor.watch.activity import ANY
 from planner.model.autocast import autocast_dtype
 from planner.model.load import Batch
@@ -110,6 +109,8 @@ class Trainer:
         self._optimizers.append(held)
         # Other optimizers may set rates in `step()`, and only those of groups that are not empty on this rank.
         num_groups = len(optimizer.param_groups) if type(optimizer).__module__.startswith("torch.optim") else 0
+        options = optimizer.defaults.items() if self._job.place.num_devices > 1 else ()
+        compared = [name for name, value in options if value is not None and not isinstance(value, bool)]
 
         @contextmanager
         def recorded_step() -> Iterator[None]:
@@ -121,7 +122,7 @@ class Trainer:
                     hint="add it in the function passed to `pipeline.optimizer`, or call its function in the loop",
                 )
             groups = [] if optimizer is None else optimizer.param_groups[:num_groups]
-            self._script.begin_optimizer_step([_numbers_of(group) for group in groups])
+            self._script.begin_optimizer_step(numbers_in_options(groups, compared))
             try:
                 with self.own_optimizers.paused():
                     if check is not None:
@@ -397,9 +398,3 @@ class Trainer:
         finally:
             last.targets, last.seen = [], None
         return [loss * weight for loss, weight in zip(losses, weights, strict=True)]
-
-
-def _numbers_of(group: Mapping[str, Any]) -> list[float]:
-    """Return the learning rate and other numbers among the options of a parameter group."""
-    options = tree_leaves([value for key, value in group.items() if key not in ("params", "param_names")])
-    return [float(v) for v in options if isinstance(v, float | int) or (isinstance(v, Tensor) and v.numel() == 1)]

@@ -9,8 +9,8 @@ A script must not draw random numbers while it changes weights or gradients: a p
 
 import math
 import zlib
-from collections.abc import Iterable, Sequence
-from typing import Final, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -83,7 +83,7 @@ class ScriptChangeRecorder:
         self.ignore_random_draws()
         self._at_begin = self._at_mark
 
-    def begin_optimizer_step(self, rates: Sequence[object]) -> None:
+    def begin_optimizer_step(self, rates: Sequence[float]) -> None:
         """Record a step of an optimizer. Its learning rates and other options, `rates`, must be equal on all ranks."""
         self.check_random_draws()
         if self._at_optimizer_step is None:
@@ -179,6 +179,23 @@ class ScriptChangeRecorder:
                     f"{others:.4g}): it uses a norm over the parameters or gradients of one rank",
                     hint=_HINT,
                 )
+
+
+def numbers_in_options(groups: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[float]:
+    """Return the numbers in the options `names` of parameter groups, without those in tensors of a GPU.
+
+    Reading a tensor of a GPU would wait until the GPU has finished its work.
+    """
+    kinds = tuple, list  # a test with `tuple | list` takes several times as long
+    options = [group.get(name) for name in names for group in groups]
+    numbers = [n for option in options for n in (option if isinstance(option, kinds) else (option,))]
+    return [float(n) for n in numbers if type(n) in (float, int) or _is_number(n)]
+
+
+def _is_number(value: object) -> bool:
+    if isinstance(value, Tensor):
+        return value.device.type == "cpu" and value.numel() == 1
+    return isinstance(value, float | int)
 
 
 class _Elements(NamedTuple):
