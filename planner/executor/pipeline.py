@@ -25,6 +25,7 @@ from planner.executor.model_file import ModelFile
 from planner.executor.run.evaluation import EvaluationResult, Metrics
 from planner.executor.run.placement import ProcessGroups
 from planner.executor.trainer import Trainer
+from planner.executor.used_batches import UsedBatches
 from planner.executor.watch.activity import ANY
 from planner.executor.watch.failure import FailureWatch
 from planner.model.chain import Chain
@@ -84,10 +85,7 @@ class Pipeline:
         # The recorder must exist before this process allocates memory.
         self._recorder = RunRecorder(job.device)
         self._is_joined = False
-        self._num_taken = 0
-        """Number of mini-batches that `batches` has yielded in the whole run. A step may take none, or several."""
-        self._resumed_after: int | None = None
-        """Mini-batches before the checkpoint of a resumed run; None once `batches` has yielded the next one."""
+        self._used = UsedBatches()
         try:
             seed_process(seed)  # before the model file is imported, because the import may build the model
             # The model's path in a balance configuration is relative to the configuration's folder.
@@ -192,20 +190,19 @@ class Pipeline:
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state for a checkpoint, without the model's tensors."""
         state = {**self._trainer.state_dict(), "loader": self._mini_batches.state_dict()}
-        return state if self._num_taken in (0, self.step_index) else {**state, "num_taken": self._num_taken}
+        return state if self._used.num_used in (0, self.step_index) else {**state, "num_used": self._used.num_used}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state that `state_dict` returned."""
         self._trainer.load_state_dict(state)
         self._mini_batches.load_state_dict(state["loader"])
-        self._resumed_after = state.get("num_taken")
-        self._num_taken = self._resumed_after or 0
+        self._used.begin(state.get("num_used", 0))
 
     def batches(self, steps: int, loader: Iterable[Any] | None = None) -> Iterator[Batch]:
-        """Yield this rank's parts of the mini-batches, from the current step to the last step.
+        """Yield this rank's parts of the mini-batches, until the whole run has had `steps` of them.
 
         Args:
-            steps: Number of steps of the whole run.
+            steps: Number of mini-batches of the whole run: of steps, unless a step uses several.
             loader: Iterable of whole mini-batches `(inputs, targets)`, the same on every rank. It is iterated again for
                 each epoch, and continues within an epoch after a resume. The default is the model's `train_batches`, or
                 its `example_batch` if the model has no `train_batches`.
@@ -213,16 +210,16 @@ class Pipeline:
         Raises:
             UsageError: The loader is not the one that a resumed run had, or it is empty.
         """
-        begin = self.step_index if self._resumed_after is None else self._resumed_after
+        begin = self._used.num_used or self.step_index
         batches = self._mini_batches.batches_of_steps(begin, steps, loader)
-        self._num_taken = begin
+        self._used.begin(begin)
         # The loader draws random numbers only after the check. No variable may hold a mini-batch through its step.
         yield from iter(lambda: self._next_of(batches), None)
 
     def _next_of(self, batches: Iterator[Batch]) -> Batch | None:
         batch = self._trainer.next_batch(batches)
         if batch is not None:
-            self._resumed_after, self._num_taken = None, self._num_taken + 1
+            self._used.take(batch)
         return batch
 
     def own_part(self, inputs: Any, targets: Any) -> Batch:
@@ -262,7 +259,7 @@ class Pipeline:
         Gradients and loss are those of one mini-batch with all samples.
         """
         self._model_file.check_functions()
-        return self._trainer.step(batches)
+        return self._trainer.step(self._used.used(batches))
 
     def clip_gradients(self, max_norm: float) -> float:
         """Clip the gradients of the whole model, as `torch.nn.utils.clip_grad_norm_` does for one process.

@@ -1,0 +1,49 @@
+"""Number of mini-batches that the steps of a run have used, from which a resumed run continues."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+from weakref import ref
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from planner.model.load import Batch
+
+
+class UsedBatches:
+    """Counter of the mini-batches that `Pipeline.batches` yields and steps use.
+
+    A step may use none or several. A loop may get mini-batches before it uses them.
+    """
+
+    def __init__(self) -> None:
+        self.num_used = 0
+        """Number of mini-batches up to the last one that a step has used."""
+        self._num_taken = 0
+        self._numbers: dict[int, tuple[ref[Tensor], int]] = {}
+        """By `id` of each existing tensor of a mini-batch: the tensor, and the number of the mini-batch from 1."""
+
+    def begin(self, num_used: int) -> None:
+        """Continue after `num_used` mini-batches."""
+        self.num_used = self._num_taken = num_used
+
+    def take(self, batch: Batch) -> None:
+        """Record that the script gets the next mini-batch."""
+        self._num_taken += 1
+        self._numbers = {key: pair for key, pair in self._numbers.items() if pair[0]() is not None}
+        self._numbers |= {id(tensor): (ref(tensor), self._num_taken) for tensor in _tensors(batch)}
+
+    def used(self, batches: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
+        """Yield the mini-batches of a step, and record that they are used.
+
+        If a mini-batch has no tensor of one that `take` has recorded, because the script has changed its tensors, all
+        mini-batches up to the last one count as used.
+        """
+        for batch in batches:
+            pairs = [pair for tensor in _tensors(batch) if (pair := self._numbers.get(id(tensor))) is not None]
+            self.num_used = max((self.num_used, *(number for _, number in pairs)) if pairs else (self._num_taken,))
+            yield batch
+
+
+def _tensors(batch: tuple[Any, Any]) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tuple(batch)) if isinstance(leaf, Tensor)]
