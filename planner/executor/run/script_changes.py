@@ -139,11 +139,16 @@ class ScriptChangeRecorder:
         now = _Elements.of(self._compared)
         if self._at_mark.is_equal(now._replace(gradients=self._at_mark.gradients) if weights_only else now):
             return
+        hint = (
+            "draw the numbers for a parameter from a generator of its own: "
+            '`torch.Generator(parameter.device).manual_seed(zlib.crc32(f"{step} {name}".encode()))`'
+        )
+        if weights_only:  # the script may draw the numbers for its data, and change weights by a rule
+            hint = f"change weights in the block of `with pipeline.step(…)`. If it needs random numbers, {hint}"
         raise UsageError(
             "the script draws random numbers while it changes weights or gradients: each rank has only some of the "
             "parameters, and draws other numbers for them than a plain loop",
-            hint="draw the numbers for a parameter from a generator of its own: "
-            '`torch.Generator(parameter.device).manual_seed(zlib.crc32(f"{step} {name}".encode()))`',
+            hint=hint,
         )
 
     def compare(self, other: ScriptChanges, rank: int, previous: int) -> None:
