@@ -82,8 +82,9 @@ class ProcessStages:
         layers = self._chain.layers
         trained = {name for layer in layers for name, p in layer.parameters_by_name().items() if p.requires_grad}
         shared = shared_parameters(layers)
-        self.shared_names = {name for owners in shared for _, name in owners if place.num_stages > 1}
-        """Names of parameters that several layers share."""
+        several = (owners for owners in shared if len({stage_of[layer] for layer, _ in owners}) > 1)
+        self.shared_names = {name for owners in several for _, name in owners}
+        """Names of parameters that layers of several stages share."""
         self.tied = TiedGradients(shared, named, place, stage_of, trained=trained)
         with recorder.paused():  # a thread of gloo may release the sent tensors later than this process does
             equalize_copies(self._tensors_by_first_name())

@@ -20,7 +20,7 @@ FACTOR = 1.0
 def build_model(tied: int = 0):
     model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
     if tied:
-        model[3].weight = model[0].weight
+        model[tied].weight = model[0].weight
     return model
 
 def example_batch(n):
@@ -140,16 +140,19 @@ def test_edits_without_their_usual_effect_are_refused(folder: Path, what: str, s
     assert says in refusal(folder, what)
 
 
-@pytest.mark.parametrize("change", [{"settings": (("tied", 1),)}, {"balance": (4,), "replicas": 2}])
+@pytest.mark.parametrize("change", [{"settings": (("tied", 3),)}, {"balance": (4,), "replicas": 2}])
 def test_hooks_must_get_whole_gradients(folder: Path, change: dict[str, Any]) -> None:
-    write_balance(replace(Case(model=folder / "model.py", balance=(2, 2)), **change), folder / "other.yaml")
+    """Layers of one stage may share a parameter: the stage has the whole gradient."""
+    case = Case(model=folder / "model.py", balance=(2, 2))
+    write_balance(replace(case, **change), folder / "other.yaml")
     assert "gets only a part of the gradient" in refusal(folder, "gradient hook", "other")
+    write_balance(replace(case, settings=(("tied", 1),)), folder / "two.yaml")
     assert len(losses(train(folder, "gradient hook", 2))) == 2
 
 
 def test_a_tied_weight_has_its_first_name_on_every_rank(folder: Path) -> None:
     """Otherwise, the rank of the last layer would train the weight that the script freezes by name."""
-    write_balance(Case(model=folder / "model.py", balance=(2, 2), settings=(("tied", 1),)), folder / "two.yaml")
+    write_balance(Case(model=folder / "model.py", balance=(2, 2), settings=(("tied", 3),)), folder / "two.yaml")
     output = train(folder, "freeze by name", 2)
     assert "rank 0 moved [False, True, True, True]" in output
     assert "rank 1 moved [True, True, False, True]" in output
