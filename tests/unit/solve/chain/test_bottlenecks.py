@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from planner.core.cost.evaluate import Evaluation
 from planner.core.values.cluster import Link
 from planner.core.values.plan import RecomputePolicy
 from planner.solve import Request
@@ -150,10 +151,13 @@ def test_the_limit_of_a_first_plan_is_raised_in_small_steps(monkeypatch: pytest.
 
 @pytest.mark.parametrize("seed", [0, 2, 4])
 def test_the_partition_of_a_bound_attains_it(seed: int) -> None:
-    problem = case_of(seed).chain_problem(4, most_layers=12)
+    case = case_of(seed)
+    problem = case.chain_problem(4, most_layers=12)
     search = CutDynamicProgram(problem, GPipeRecurrence(8))
     plan = search.partition_of_bound("passes")
     assert plan is not None
+    evaluation = Evaluation(case.costs, case.partition(plan.cuts, plan.choices), case.cluster)
+    assert plan.step_us == pytest.approx(evaluation.step_us, rel=1e-11)
     assert plan.cuts[0] == 0
     assert plan.cuts[-1] == 12
     stages = list(search.prefixes.stages_of_bound("passes"))
