@@ -38,7 +38,7 @@ from planner.model.load import Batch
 from planner.model.optimizer_scope import step_hooks
 from planner.model.process_group import hide_process_group_in_step
 from planner.model.seeding import keeping_random_state
-from planner.model.shared_memory import has_hooks
+from planner.model.shared_memory import num_hooks
 
 
 class Trainer:
@@ -50,6 +50,7 @@ class Trainer:
         self._job, self._assembly, self._mini_batches = job, assembly, mini_batches
         self._groups, self._recorder = assembly.groups, assembly.recorder
         self._parameters = dict(assembly.named_parameters())
+        self._num_hooks = {name: num for name, p in self._parameters.items() if (num := num_hooks(p))}
         own = self._parameters.values() if job.place.num_devices > 1 else []
         self._script = ScriptChangeRecorder(own)
         self.own_optimizers = OwnOptimizers([*own, *assembly.whole_model.parameters()])
@@ -81,6 +82,7 @@ class Trainer:
         self._script.check_before_step()
         if len(self.losses) < 2:
             self.check_parameters()
+        self._check_hooks()
         pieces = [list(self._mini_batches.parts(Batch(inputs, targets))) for inputs, targets in batches]
         for part in chain.from_iterable(pieces):
             self._make_engine(part)
@@ -186,12 +188,18 @@ class Trainer:
                     "pipeline do not contain it",
                     hint="create it in `build_model`, and run `gpipe-plan profile`, `solve` and `emit` again",
                 )
-            is_shared = name in self._assembly.shared_names and has_hooks(parameter)
-            is_summed = self._assembly.replicas is not None and len(parameter._post_accumulate_grad_hooks or ()) > 1
-            if parameter.requires_grad and (is_shared or is_summed):
+        self._check_hooks()
+
+    def _check_hooks(self) -> None:
+        # The equivalence check has compared the hooks of `build_model`.
+        is_divided = self._job.balance.micro_batches * self._job.balance.replicas > 1
+        for name, parameter in self._parameters.items():
+            is_part = is_divided or name in self._assembly.shared_names
+            if parameter.requires_grad and is_part and num_hooks(parameter) > self._num_hooks.get(name, 0):
                 raise UsageError(
-                    f'a hook of "{name}" gets only a part of the gradient: other layers or replicas share it',
-                    hint="change `parameter.grad` in the block of `with pipeline.step(…)` instead of in a hook",
+                    f'the script has added a hook to "{name}", which gets only a part of the gradient: that of one '
+                    "micro-batch, replica or stage",
+                    hint="read or change `parameter.grad` in the block of `with pipeline.step(…)` instead of in a hook",
                 )
 
     def next_batch(self, batches: Iterator[Batch]) -> Batch | None:

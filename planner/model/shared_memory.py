@@ -50,9 +50,9 @@ def check_separate_memory(layers: Sequence[Layer]) -> None:
                 )
 
 
-def has_hooks(parameter: Tensor) -> bool:
-    """Return True if user code has registered a hook on the parameter's gradient."""
-    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+def num_hooks(parameter: Tensor) -> int:
+    """Return the number of hooks on the parameter's gradient."""
+    return len(parameter._backward_hooks or ()) + len(parameter._post_accumulate_grad_hooks or ())
 
 
 def check_hooks(hooked: Mapping[str, nn.Parameter], layers: Sequence[Layer]) -> None:

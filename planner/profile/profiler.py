@@ -21,7 +21,7 @@ from planner.model.load import LoadedModel
 from planner.model.optimizer_scope import check_optimizer
 from planner.model.precision import parameter_dtype_name
 from planner.model.seeding import preserve_torch_generators
-from planner.model.shared_memory import has_hooks
+from planner.model.shared_memory import num_hooks
 from planner.model.user_errors import error_location
 from planner.profile.backends.choice import backend_of
 from planner.profile.structure import find_chain
@@ -124,7 +124,7 @@ def check_optimizer_of(loaded: LoadedModel, device: str) -> None:
         parameters = list((loaded.build() if model is None else model).parameters())
     # The optimizer runs on the CPU: this process must not use CUDA before the equivalence check forks it.
     check_optimizer(loaded.build_optimizer, parameters, torch.device("cpu"))
-    if any(map(has_hooks, parameters)):
+    if any(map(num_hooks, parameters)):
         find_chain(loaded, torch.device("cpu"))
 
 

@@ -14,7 +14,7 @@ from planner.model.load import LoadedModel
 from planner.model.precision import convert_if_needed
 from planner.model.refusals import TooFewSamplesError
 from planner.model.seeding import seeded_draws
-from planner.model.shared_memory import check_hooks, has_hooks
+from planner.model.shared_memory import check_hooks, num_hooks
 from planner.model.stage import ModelStage
 from planner.profile.units import trace_layers
 
@@ -49,7 +49,7 @@ def find_chain(loaded: LoadedModel, device: torch.device) -> tuple[Chain, bool]:
 
 def _checked_chain(loaded: LoadedModel, model: nn.Module, device: torch.device | None = None) -> Chain:
     # Hooked parameters are collected by name before the conversion, because a converted copy has no hooks.
-    hooked = {name: p for name, p in model.named_parameters(remove_duplicate=False) if has_hooks(p)}
+    hooked = {name: p for name, p in model.named_parameters(remove_duplicate=False) if num_hooks(p)}
     ready = convert_if_needed(model, loaded.precision)
     chain = loaded.chain(ready if device is None else ready.to(device))
     check_hooks(hooked, chain.layers)

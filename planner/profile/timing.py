@@ -184,7 +184,8 @@ def round_ratios(samples: Iterable[Sequence[tuple[float, float]]]) -> tuple[floa
     Args:
         samples: For every layer and micro-batch size, the repeats (forward, backward), in the order of the rounds.
     """
-    rounds_us = [sum(map(sum, repeats)) for repeats in zip(*samples, strict=False)]
+    # From the last round to the first: an interrupted profile has more repeats of some layers, at the beginning.
+    rounds_us = [sum(map(sum, repeats)) for repeats in zip(*(each[::-1] for each in samples), strict=False)]
     low_us, median, high_us = np.percentile(rounds_us, (10, 50, 90)).tolist()
     return (round(low_us / median, 3), round(high_us / median, 3)) if median else (1.0, 1.0)
 

@@ -140,13 +140,16 @@ def test_edits_without_their_usual_effect_are_refused(folder: Path, what: str, s
     assert says in refusal(folder, what)
 
 
-@pytest.mark.parametrize("change", [{"settings": (("tied", 3),)}, {"balance": (4,), "replicas": 2}])
+@pytest.mark.parametrize(
+    "change",
+    [{}, {"micro_batches": 1, "settings": (("tied", 3),)}, {"micro_batches": 1, "balance": (4,), "replicas": 2}],
+)
 def test_hooks_must_get_whole_gradients(folder: Path, change: dict[str, Any]) -> None:
-    """Layers of one stage may share a parameter: the stage has the whole gradient."""
+    """They do with one micro-batch, unless other stages or replicas share the parameter."""
     case = Case(model=folder / "model.py", balance=(2, 2))
     write_balance(replace(case, **change), folder / "other.yaml")
     assert "gets only a part of the gradient" in refusal(folder, "gradient hook", "other")
-    write_balance(replace(case, settings=(("tied", 1),)), folder / "two.yaml")
+    write_balance(replace(case, micro_batches=1, settings=(("tied", 1),)), folder / "two.yaml")
     assert len(losses(train(folder, "gradient hook", 2))) == 2
 
 
