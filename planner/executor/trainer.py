@@ -191,7 +191,9 @@ class Trainer:
         self._check_hooks()
 
     def _check_hooks(self) -> None:
-        # The equivalence check has compared the hooks of `build_model`.
+        # The equivalence check has compared the hooks of `build_model`. It adds hooks of its own, and has no script.
+        if self._assembly.is_equivalence_check:
+            return
         is_divided = self._job.balance.micro_batches * self._job.balance.replicas > 1
         for name, parameter in self._parameters.items():
             is_part = is_divided or name in self._assembly.shared_names

@@ -59,7 +59,8 @@ def untimed(text: bytes, folder: Path) -> Profile:
 
     (folder / "untimed.yaml").write_bytes(text)
     profile = files.read_profile(str(folder / "untimed.yaml"))
-    return replace(profile, layers=tuple(without(layer) for layer in profile.layers))
+    layers = tuple(without(layer) for layer in profile.layers)
+    return replace(profile, layers=layers, fast_round_ratio=1.0, slow_round_ratio=1.0)
 
 
 @pytest.mark.slow

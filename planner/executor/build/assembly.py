@@ -91,7 +91,8 @@ class ProcessStages:
         self.replicas = self._replica_gradients()
         self.shared_values: SharedValues | None = None
         """Values that layers on other ranks may read, too; None if they need no check."""
-        if place.num_devices > 1 and structure is None:  # with `structure`, the equivalence check compares them itself
+        self.is_equivalence_check = structure is not None
+        if place.num_devices > 1 and not self.is_equivalence_check:  # which compares them itself
             loss_fn = model.loss_fn if place.is_last else None
             self.shared_values = SharedValues(
                 self._chain.model, self.modules, loss_fn, group=groups.pipeline, device=job.device
