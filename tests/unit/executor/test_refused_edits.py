@@ -127,13 +127,21 @@ def losses(output: str) -> list[str]:
     [
         ("hook", "the script has added a hook to the SGD that `pipeline.optimizer` returned"),
         ("added", '.extra" to a stage'),
-        ("added late", '.extra" to a stage'),
+        pytest.param("added late", '.extra" to a stage', marks=pytest.mark.nightly),
         ("closure", "the script calls a method of the pipeline within `optimizer.step()`"),
         ("replaced", "the script has replaced `loss_fn` of model.py"),
         ("too early", "the script has changed `FACTOR` of model.py before `with pipeline_script(…)`"),
         ("noise", "the script draws random numbers while it changes weights"),
-        ("after the block", "multiplied the gradients of its parameters by another number than on rank 0"),
-        ("own momentum", "learning rates or other options of the optimizer differ between ranks 0 and 1"),
+        pytest.param(
+            "after the block",
+            "multiplied the gradients of its parameters by another number than on rank 0",
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param(
+            "own momentum",
+            "learning rates or other options of the optimizer differ between ranks 0 and 1",
+            marks=pytest.mark.nightly,
+        ),
     ],
 )
 def test_edits_without_their_usual_effect_are_refused(folder: Path, what: str, says: str) -> None:
@@ -161,6 +169,7 @@ def test_a_tied_weight_has_its_first_name_on_every_rank(folder: Path) -> None:
     assert "rank 1 moved [True, True, False, True]" in output
 
 
+@pytest.mark.nightly
 def test_a_run_resumes_whose_steps_take_several_mini_batches(folder: Path) -> None:
     whole = train(folder, "pairs", 8)
     options = "--checkpoint=checkpoints", "--resume=auto"
