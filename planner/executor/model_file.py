@@ -61,7 +61,7 @@ class ModelFile:
 def _changed_names(path: Path, module: ModuleType) -> Iterator[str]:
     """Yield names of the file's constants and functions that have another value in its imported module.
 
-    Only values are compared that the file alone cannot change: literals that it assigns once, and functions.
+    Only values are compared that the file alone cannot change: literals and functions whose name it defines once.
     """
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -70,14 +70,23 @@ def _changed_names(path: Path, module: ModuleType) -> Iterator[str]:
     nodes = list(ast.walk(tree))
     written = {name for node in nodes if isinstance(node, ast.Global) for name in node.names}
     written |= {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
-    stored = Counter(node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
+    defined = Counter(name for node in nodes for name in _defined_names(node))
     classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
     bodies = [("", module, tree.body), *((f"{c.name}.", getattr(module, c.name, None), c.body) for c in classes)]
     for prefix, owner, statements in bodies:
         values = getattr(owner, "__dict__", {})
         for name, is_equal in (pair for statement in statements for pair in _constants(statement, path)):
-            if name in values and name not in written and stored[name] <= 1 and not is_equal(values[name]):
+            if name in values and name not in written and defined[name] == 1 and not is_equal(values[name]):
                 yield prefix + name
+
+
+def _defined_names(node: ast.AST) -> list[str]:
+    """Return the names that a node assigns, defines or imports."""
+    if isinstance(node, ast.Name):
+        return [node.id] if isinstance(node.ctx, ast.Store) else []
+    if isinstance(node, (ast.Import, ast.ImportFrom)):
+        return [alias.asname or alias.name for alias in node.names]
+    return [node.name] if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) else []
 
 
 def _constants(statement: ast.stmt, path: Path) -> Iterator[tuple[str, Callable[[Any], bool]]]:

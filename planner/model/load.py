@@ -249,7 +249,7 @@ def _import(source: str) -> tuple[str, ModuleType, str | None]:
     imported = sys.modules.get(file.stem)
     # A script that has imported the file may set its variables: its code is run again in the same module.
     is_same = imported is not None and str(getattr(imported, "__file__", "")) == str(file.resolve())
-    name = imported.__name__ if is_same and imported else f"gpipe_plan_model_{file.stem}"
+    name = file.stem if is_same else f"gpipe_plan_model_{file.stem}"
     loader = _FromSource(name, str(file.resolve()))
     spec = importlib.util.spec_from_file_location(name, file.resolve(), loader=loader)
     assert spec is not None
