@@ -179,7 +179,7 @@ class Trainer:
         return EvaluationResult(loss=loss, metrics=means, outputs=observed.outputs())
 
     def check_parameters(self) -> None:
-        """Raise a `UsageError` if the script has added a parameter, or a hook that gets a part of a gradient only."""
+        """Raise a `UsageError` if the script has added a parameter."""
         known = set(map(id, self._parameters.values()))
         for name, parameter in self._assembly.named_parameters():
             if id(parameter) not in known:
@@ -188,7 +188,6 @@ class Trainer:
                     "pipeline do not contain it",
                     hint="create it in `build_model`, and run `gpipe-plan profile`, `solve` and `emit` again",
                 )
-        self._check_hooks()
 
     def _check_hooks(self) -> None:
         # The equivalence check has compared the hooks of `build_model`. It adds hooks of its own, and has no script.

@@ -40,8 +40,10 @@ class UsedBatches:
         mini-batches up to the last one count as used.
         """
         for batch in batches:
-            pairs = [pair for tensor in _tensors(batch) if (pair := self._numbers.get(id(tensor))) is not None]
-            self.num_used = max((self.num_used, *(number for _, number in pairs)) if pairs else (self._num_taken,))
+            pairs = [(tensor, self._numbers[id(tensor)]) for tensor in _tensors(batch) if id(tensor) in self._numbers]
+            # A new tensor may have the `id` of one that no longer exists.
+            numbers = [number for tensor, (taken, number) in pairs if taken() is tensor]
+            self.num_used = max(self.num_used, *numbers) if numbers else self._num_taken
             yield batch
 
 

@@ -40,3 +40,13 @@ def test_tensors_of_earlier_mini_batches_are_released() -> None:
     for _ in range(3):
         used.take(batches(1)[0])
     assert len(used._numbers) == 2
+
+
+def test_a_new_tensor_at_the_place_of_an_earlier_one_is_not_taken_for_it() -> None:
+    used, (first, second) = UsedBatches(), batches(2)
+    used.take(first)
+    used.take(second)
+    changed = torch.zeros(2)
+    used._numbers[id(changed)] = used._numbers[id(first.inputs)]
+    list(used.used([(changed, [])]))
+    assert used.num_used == 2
