@@ -140,7 +140,7 @@ class _BestPlanLine:
         self._show, self._step_us, self._text, self._shown_s = show, inf, "no plan found yet", time.monotonic()
 
     def show_when_polled(self, is_stopped: Callable[[], bool]) -> Callable[[], bool]:
-        """Return a wrapper of `is_stopped`, which also shows the line again, at most once a second."""
+        """Return a function that calls `is_stopped` and, at most once a second, shows the best-plan line again."""
 
         def repeated() -> bool:
             if time.monotonic() - self._shown_s >= 1:

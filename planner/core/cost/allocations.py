@@ -85,7 +85,10 @@ class MemoryByAllocation:
     """True if all micro-batches are recomputed, except the last one (`except-last`)."""
 
     def peak_points(self, points: PeakPoints) -> Iterator[AllocationsAtPoint]:
-        """Yield the points that apply to these stages, except `message` points if sending takes no memory."""
+        """Yield the points that apply to these stages.
+
+        Points at which gradients are sent to other replicas (`message`) are left out if messages take no memory.
+        """
         for point in points.apart if self.last_differs else points.alike:
             if "message" in self.sizes or ("message", 1) not in point:
                 yield point

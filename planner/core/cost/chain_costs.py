@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 BUCKET_BYTES = 4 * 2**20
-"""Approximate size in bytes of a message to other replicas, into which small gradients are copied."""
+"""Largest size in bytes of a gradient bucket. Small gradients are copied into a bucket and sent to other replicas."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,21 +148,21 @@ class SplitBackwardCosts:
     input_us: FloatArray
     weight_us: FloatArray
     held: FloatArray
-    """Bytes that a layer stores between I and W."""
+    """Bytes that a layer stores between its input-gradient and its weight-gradient pass."""
     weight_gradients: FloatArray
-    """Bytes of the parameter gradients that W allocates; I allocates the others."""
+    """Bytes of parameter gradients that the weight-gradient pass allocates, not the input-gradient pass."""
     first_input: FloatArray
-    """Highest memory of the first micro-batch's I, including the parameter gradients that I allocates."""
+    """Highest memory of the first micro-batch's input-gradient pass. Parameter gradients that it allocates count."""
     input: FloatArray
-    """Highest memory of the I of any micro-batch except the first."""
+    """Highest memory of the input-gradient pass of any micro-batch except the first."""
     end_first_input: FloatArray
     """Value of `first_input` for a stage's last layer. The layer's output and the output's gradient do not count."""
     end_input: FloatArray
     """Value of `input` for a stage's last layer. The layer's output and the output's gradient do not count."""
     first_weight: FloatArray
-    """Highest memory of the first micro-batch's W, including the parameter gradients that W allocates."""
+    """Highest memory of the first micro-batch's weight-gradient pass. Parameter gradients that it allocates count."""
     weight: FloatArray
-    """Highest memory of the W of any micro-batch except the first."""
+    """Highest memory of the weight-gradient pass of any micro-batch except the first."""
 
 
 class StageMemoryModel(Protocol):
@@ -203,7 +203,7 @@ class Storages:
     saved_by_readers: FloatArray
     """Bytes of the storage if any receiving layer saves it for backward, else 0."""
     saved_by_maker: FloatArray
-    """Bytes of the storage if only its maker saves it for backward, else 0."""
+    """Bytes of the storage if it is saved for backward, but only by the layer that makes it; else 0."""
     unsaved: FloatArray
 
 
@@ -225,7 +225,7 @@ class ChainCosts:
     forward_us: FloatArray
     backward_us: FloatArray
     entry_us: FloatArray
-    """Entry time of each layer: from the start of a stage's forward to this layer, if it is the stage's first."""
+    """Entry time of each layer: if a stage begins with it, time until the layer starts in the stage's forward."""
     optimizer_us: FloatArray
     state: FixedLayerBytes
     optimizer_peaks_add: bool

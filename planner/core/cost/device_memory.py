@@ -30,8 +30,11 @@ from planner.core.values.placement import Placement, device_of
 from planner.core.values.plan import ITEMS, Item, Recompute, StageMemory
 
 _MOST_PRODUCTS, _LEAST_ROWS = 2**17, 8
-"""Largest number of multiplications in a matrix product, unless it has at most `_LEAST_ROWS` partitions. For larger
-products, linear algebra libraries start threads, which takes more CPU time in all."""
+"""Limits of a block of partitions: most multiplications in its matrix product, and fewest partitions.
+
+For larger matrix products, linear algebra libraries start threads, which takes more CPU time in all. If the limits
+conflict, the second one applies.
+"""
 
 _MUCH: Final = 2.0**48
 """Bytes above any real size, yet small enough that sums with it are exact to one byte."""

@@ -22,7 +22,8 @@ If each layer has a `MemoryDetail`:
     forward           held + pending + f                       held + pending + c + w + n
     backward          held + b                                 held + pending + c + max(w + g + f, b)
     added to held     its own saved tensors, and the part of   pending, c, w, and the part of its output
-                      its output that a layer saves            that a later layer saves
+                      its output that this layer or a later    that a later layer saves
+                      layer saves
 
 A recomputed layer repeats its forward (w + g + f) before its backward (b). If a layer is not recomputed, its pending
 storages are freed before its backward.
@@ -97,7 +98,7 @@ class StageLayerMemory:
     first: int
     end: int
     stacked: bool
-    """True if a running layer needs its peak plus the saved bytes of earlier layers; False: of all layers."""
+    """True if a layer's peak adds to the saved bytes of earlier layers; False if it adds to those of all layers."""
     peaks: LayerPeaks
     """Arrays of shape (2, end - first). Row 0: the layer is not recomputed; row 1: it is recomputed."""
     held: FloatArray
@@ -107,10 +108,11 @@ class StageLayerMemory:
     can_recompute: BoolArray
     """True for layers that can be recomputed: those with a backward; shape (end - first,)."""
     passed: FloatArray
-    """Entry i: bytes of the stage's input that no layer saves, but that layer `first + i` or a later layer receives.
+    """Bytes of received tensors to count in each layer's forward, in addition to the stage's input and its copy.
 
-    Shape (end - first + 1,). Entry 0 is 0, because the received input is counted separately. All entries are 0 if the
-    stage sends the received input itself, not a copy.
+    Entry i > 0 is for layer `first + i`. It counts tensors that no layer saves and that this or a later layer receives.
+    Entry 0 is 0. Shape (end - first + 1,); the last entry counts tensors that leave the stage. All entries are 0 if the
+    stage does not copy its input.
     """
 
     @classmethod

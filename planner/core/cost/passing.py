@@ -12,7 +12,7 @@ from planner.core.cost.chain_costs import ChainCosts
 from planner.core.cost.waiting import Backward, waiting_gradients
 
 _BLOCK = 512
-"""Number of last layers (columns) that are computed at once."""
+"""Largest number of columns (last layers of stages) for which backward peaks are computed at once."""
 
 
 class RelayedTensors:
@@ -44,7 +44,7 @@ class RelayedTensors:
         self._relays = costs.relays.first - 1, costs.relays.last, np.rint(costs.relays.bytes)
         self._costs, self._firsts, self._layers = costs, firsts, layers
         self.kept = _bypassing_bytes(costs)[layers] - by_readers
-        """Bytes of tensors that the stage sends and that its layers before the last one make.
+        """Bytes of tensors that the stage sends, created by any of its layers but the last one.
 
         A tensor counts only if a layer that receives it, of any stage, saves it for backward.
         """

@@ -267,7 +267,7 @@ class LayerProfile:
     backward_us: tuple[float, ...]
     """Backward times without recomputation, one for each micro-batch size."""
     entry_us: tuple[float, ...] = ()
-    """Entry time: from the start of a stage's forward to this layer, if it is the first layer of the stage."""
+    """Entry time: if a stage begins with this layer, time until the layer starts in the stage's forward."""
     backward_input_us: tuple[float, ...] = ()
     """Time of the input-gradient pass (I), plus the additional time of the forward that prepares a split backward."""
     backward_weight_us: tuple[float, ...] = ()
