@@ -80,7 +80,7 @@ class _DeferredUse:
 
 
 DeferredUses = list[_DeferredUse]
-"""Deferred weight gradients of one micro-batch on a stage, between I and W."""
+"""Deferred weight gradients of one micro-batch on a stage, between its input-gradient and its weight-gradient pass."""
 
 
 def count_additions(deferred: DeferredUses) -> Counter[nn.Parameter]:

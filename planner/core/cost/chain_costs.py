@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 BUCKET_BYTES = 4 * 2**20
-"""Largest size in bytes of a gradient bucket. Small gradients are copied into a bucket and sent to other replicas."""
+"""Largest size in bytes of a bucket of several gradients, which are copied into it and sent to other replicas."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -155,7 +155,7 @@ class Engine:
         own = {stage.index: stage.module.finished_modules().values() for stage in stages}
         self._splitting = {index: self._split.splitting(*modules) for index, modules in own.items()}
         self._deferred: dict[tuple[int, int], DeferredUses] = {}
-        """Operands of deferred weight gradients, between I and W."""
+        """Operands of deferred weight gradients, between the input-gradient and the weight-gradient pass."""
         self._transfers = Transfers(device, group)
         self._in_flight: dict[tuple[int, int], _InFlight] = {}
         self._gradients: dict[tuple[int, int], tuple[Tensor, ...]] = {}

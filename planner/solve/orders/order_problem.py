@@ -56,7 +56,7 @@ class SimulationTables:
     held_bytes: Sequence[float]
     """Memory of a micro-batch on each stage from its forward to its backward or input-gradient pass (I)."""
     deferred_bytes: Sequence[float]
-    """Memory of a micro-batch on each stage between I and W."""
+    """Memory of a micro-batch on each stage between its input-gradient (I) and its weight-gradient pass (W)."""
     spare_bytes: Sequence[float]
     """Memory that each stage's device must have left to start a forward of the stage."""
     free_bytes: Sequence[float]
