@@ -76,7 +76,7 @@ def check_configuration_packages(*, otherwise: str = "") -> None:
     """Check that the packages that are needed to build the model of a config.json are installed.
 
     Args:
-        otherwise: Text for the end of the error's hint, about a command that does not build the model.
+        otherwise: Last part of the error's hint: an option that does not need the packages; empty for none.
 
     Raises:
         MissingPackageError: A package is not installed.

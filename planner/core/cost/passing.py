@@ -89,7 +89,7 @@ class RelayedTensors:
         return np.where(inside, highest, 0.0)
 
     def peak_weight_backward(self, peaks: FloatArray, backward: Backward) -> FloatArray:
-        """Return the peak memory of the weight-gradient pass of each stage. `peaks` are those of each layer."""
+        """Return the peak memory of each stage's weight-gradient pass. `peaks` has the peak of each layer's pass."""
         # Gradients of a shared parameter wait until all layers that use the parameter have run W.
         running = np.maximum.accumulate(np.where(self._is_first | self._after_first, peaks, 0.0), axis=1)
         if not self._costs.ties:

@@ -2,7 +2,8 @@
 
     bytes at a point in the step = sum over the device's stages of (always + sum over allocations of count * size)
 
-`planner.core.cost.allocations` computes the sizes. Counts follow from the device's instruction list:
+`planner.core.cost.allocations` computes the sizes. Counts follow from the device's instruction list (F: forward; B:
+whole backward; I: input-gradient pass; W: weight-gradient pass):
 
     instruction    adds                                         removes
     receive F      input                                        -
@@ -16,13 +17,13 @@
     send B         input gradient                               the previous input gradients
 
 `held` and `kept` are the memory of a micro-batch between forward and backward. The last micro-batch has its own
-allocation, because a stage may recompute only the others. `weight held` is what I stores for W. `input backward
-gradients` are the parameter gradients that I creates. While an action runs, an allocation named after it, such as
-`first backward`, includes all memory of its micro-batch. While replicas exchange gradients, `message` replaces `last
-backward`. `casts` exists from the first forward to the last backward, twice if a stage has both whole and split
-backwards.
+allocation, because a stage may recompute only the others. `weight held` is stored by I for W. `input backward
+gradients` are parameter gradients created by I. While an action runs, an allocation named after it, such as `first
+backward`, includes all memory of its micro-batch. While replicas exchange gradients, `message` replaces `last
+backward`. `casts` exists from the first forward to the last backward, twice if a stage has whole and split backwards.
 
-Columns have the counts while an action runs, without the running micro-batch. F1's input is received before F0:
+In this example, each column has the counts during one action, without the running micro-batch. F1 is the forward of
+micro-batch 1. Its input is received before F0 runs:
 
     1F1B, M = 3, device 1 of 3 F0        F1        B0            F2              B1        B2             step
     runs                       forward   forward   first back…   last forward    backward  last backward  optimizer step
@@ -78,7 +79,7 @@ BACKWARDS: Final[tuple[AllocationName, ...]] = ("first_backward", "backward", "l
 INPUT_BACKWARDS: Final[tuple[AllocationName, ...]] = ("first_input_backward", "input_backward", "last_input_backward")
 WEIGHT_BACKWARDS: Final[tuple[AllocationName, ...]] = ("first_weight_backward", "weight_backward")
 WITH_BACKWARDS: Final[tuple[AllocationName, ...]] = (*BACKWARDS, "message", *INPUT_BACKWARDS)
-"""Allocations that exist while a B or an I runs. These actions receive the gradient of the stage's output."""
+"""Allocations during whole backwards and input-gradient passes, which receive the gradient of the stage's output."""
 RUNNING: Final[tuple[AllocationName, ...]] = (*FORWARDS, *WITH_BACKWARDS, *WEIGHT_BACKWARDS, "weight_message")
 """Kinds of allocation that exist only while an action runs. A device has at most one of these allocations at a time."""
 _PLACE: Final[Mapping[AllocationName, int]] = {name: place for place, name in enumerate(ALLOCATIONS)}
@@ -189,9 +190,12 @@ class AllocationCountChanges(NamedTuple):
     """
 
     before: tuple[int, ...]
-    """Changes between the end of the previous action and this one, including transfers."""
+    """Changes by transfers since the previous action, and at the start of this action."""
     running: tuple[int, ...]
-    """Index of the count that is 1 while the action runs. A last backward has a second one, for sending gradients."""
+    """Index of the count that is 1 while the action runs.
+
+    A stage's last backward or weight-gradient pass has a second index: the count that is 1 while it sends gradients.
+    """
     after: tuple[int, ...]
     """Changes at the end of the action."""
 
@@ -231,7 +235,7 @@ def _dense(rows: Sequence[tuple[int, ...]], chunks: int) -> IntArray:
 
 
 _MESSAGES: Final[Mapping[Letter, AllocationName]] = {"B": "message", "W": "weight_message"}
-"""Allocation that replaces the one of the action while the last B or W of a stage sends gradients to other replicas."""
+"""Allocation of a stage's last B or W while it sends gradients to other replicas, instead of its usual allocation."""
 
 
 class _AllocationCounter:

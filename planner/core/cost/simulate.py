@@ -181,7 +181,7 @@ def makespans(
 ) -> FloatArray:
     """Return the step time of each of several partitions of a chain, in microseconds.
 
-    With `between_steps_us`, this is the period (`period_us`), else the last end (`last_end_us`).
+    With `between_steps_us`, the step time is the result of `period_us`; without it, the result of `last_end_us`.
 
     Args:
         actions: Actions of each device, in order.
@@ -338,7 +338,7 @@ def _compute_spans(
 
 
 _Note = Callable[[_Step, bool, float, float], None]
-"""Callback for each action, or (True) for the transfer after it, with its start and end in microseconds."""
+"""Callback for an action (False) or for the transfer after it (True); the numbers are start and end in microseconds."""
 
 
 def _compute_clocks(

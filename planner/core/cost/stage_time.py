@@ -6,8 +6,9 @@
     C    one transfer over the boundary to the next stage
     U    time after the last backward: all-reduce of gradients over the replicas, then the optimizer's step
 
-Each rule is one function, for numbers and for arrays. Inputs are sums over a stage's layers on the profiled device.
-`planner.core.cost.evaluate` sums the layers of one partition. Searches subtract entries of `ChainSums`.
+Functions take numbers or arrays, so that all callers use the same formulas. Inputs are sums over a stage's layers on
+the profiled device. `planner.core.cost.evaluate` sums the layers of one partition. Searches subtract entries of
+`ChainSums`.
 """
 
 from collections.abc import Sequence
@@ -30,7 +31,7 @@ CHOICES: tuple[Recompute, ...] = ("never", "except-last", "always")
 """Recompute choices, from the fastest to the one that uses least memory. Tables of stages store their indices."""
 
 LAYERS = len(CHOICES)
-"""Value in place of an index into `CHOICES`: the recomputed layers are listed."""
+"""Recompute choice of a stage that recomputes single layers, in place of an index into `CHOICES`."""
 
 _EXCEPT_LAST = CHOICES.index("except-last")
 
@@ -112,8 +113,8 @@ def split_backward_times(
 def optimizer_slack_us(stage: StageBusyTimes | StageTimes, crossing_us: Numbers) -> FloatArray:
     """Return how much longer the optimizer step may take on stage i + 1 than on stage i, in microseconds.
 
-    Up to this difference, stage i + 1 delays the next training step no more than stage i does. `stage` has the times of
-    stage i. The result is (C + B - R) + (F + C):
+    If the difference is at most this slack, stage i + 1 delays the next training step no more than stage i does.
+    `stage` has the times of stage i. The result is (C + B - R) + (F + C):
 
     - Stage i + 1 ends its last backward earlier than stage i, by one transfer C (`crossing_us`) and the last backward B
       of stage i. The recomputation R in B does not count, because it runs before the gradient arrives.
@@ -183,7 +184,7 @@ class ChainSums:
     optimizer_us: FloatArray
     gradient_bytes: FloatArray
     has_backward: BoolArray
-    """Entry i: True if a stage that ends before layer i has a backward."""
+    """Entry i: True if a stage with the last layer i - 1 has a backward."""
     crossing_bytes: FloatArray
     """Entry i: bytes sent over the boundary before layer i for one micro-batch; 0 at both ends of the chain."""
     cluster: Cluster

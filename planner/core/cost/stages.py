@@ -43,7 +43,7 @@ class StagePeaks:
     first_backward: FloatArray
     """Highest memory in the first micro-batch's backward, including the parameter gradients."""
     first_recomputed: FloatArray
-    """Highest memory in the first micro-batch's backward after recomputation."""
+    """Highest memory in the first micro-batch's backward, after the stage has recomputed its activations."""
     backward: FloatArray
     """Highest memory in the backward of any micro-batch except the first."""
     first_message: FloatArray
@@ -56,20 +56,20 @@ class StagePeaks:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SplitBackwardMemory:
-    """Memory of many stages with a split backward; I is the input-gradient pass, W the weight-gradient pass."""
+    """Memory of many stages with a split backward: an input-gradient pass, and later a weight-gradient pass."""
 
     held: FloatArray
-    """Bytes that a micro-batch stores between I and W."""
+    """Bytes that a micro-batch stores from its input-gradient pass to its weight-gradient pass."""
     gradients: FloatArray
-    """Bytes of the parameter gradients that I creates; W creates the others."""
+    """Bytes of the parameter gradients that are created in the input-gradient pass."""
     first_input: FloatArray
-    """Highest memory in the first micro-batch's I, including the stage's output and the gradients that I creates."""
+    """Highest memory in the first micro-batch's input-gradient pass, including `gradients` and the stage's output."""
     input: FloatArray
-    """Highest memory in any I except the first micro-batch's, including the stage's output."""
+    """Highest memory in the input-gradient pass of any micro-batch except the first, including the stage's output."""
     first_weight: FloatArray
-    """Highest memory in the first micro-batch's W, including the gradients that W creates."""
+    """Highest memory in the first micro-batch's weight-gradient pass, including gradients that this pass creates."""
     weight: FloatArray
-    """Highest memory in any W except the first micro-batch's."""
+    """Highest memory in the weight-gradient pass of any micro-batch except the first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -88,7 +88,7 @@ class StageMemoryTable:
     exact: bool
     shape: tuple[int, int]
     always: Mapping[Item, FloatArray]
-    """Bytes of the components in `ALWAYS`, by component."""
+    """Bytes of the memory components that exist during the whole step (`ALWAYS`), by component."""
     gradients: FloatArray
     optimizer_peak: FloatArray
     casts: FloatArray

@@ -1,10 +1,10 @@
 """Step time of GPipe in closed form.
 
-All stages finish their forwards before stage K-1 starts its first backward. So forward and backward are two flow shops,
-one after the other. In the first, M jobs pass the machines stage 0, link 0, stage 1, ..., stage K-1; in the second, in
-reverse order. The makespan of M equal jobs is the sum of the machine times plus (M-1) times the largest of them
-(Johnson 1954). With `except-last`, the last micro-batch is not recomputed and the last job differs; `flow_shop_us`
-computes the critical path by a recursion.
+Let K be the number of stages, and M the number of micro-batches. All stages finish their forwards before stage K-1
+starts its first backward. So forward and backward are two flow shops, one after the other. In the first, M jobs pass
+the machines stage 0, link 0, stage 1, ..., stage K-1; in the second, in reverse order. The makespan of M equal jobs is
+the sum of the machine times plus (M-1) times the largest of them (Johnson 1954). With `except-last`, the last
+micro-batch is not recomputed and the last job differs; `flow_shop_us` computes the critical path by a recursion.
 
 For the optimizer's step, see `planner.core.cost.stage_time`.
 """

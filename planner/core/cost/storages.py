@@ -1,7 +1,7 @@
 """Tensor storages that layers pass to later layers, the layers that create them, and the layers that save them.
 
 A storage may pass through several layers (views, in-place layers, skip connections). It is saved if any layer saves a
-tensor in it. It counts once, at the layer that created it, which agrees exactly with real allocators.
+tensor in it. Its bytes count once, for the layer that created it, because an allocator allocates a storage only once.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ class CrossingBytes(NamedTuple):
 
     until: int
     bytes: tuple[float, float, float]
-    """Bytes at index 0 if a receiver saves the storage, 1 if only its creator does, 2 if no layer does; else 0."""
+    """Bytes that a receiving layer saves, bytes that only the creating layer saves, and bytes that no layer saves."""
 
 
 def crossing_storages_without_details(layers: Sequence[LayerProfile], n: int) -> dict[tuple[int, int], CrossingBytes]:

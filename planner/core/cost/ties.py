@@ -49,7 +49,10 @@ def _least_tied_cast_bytes(layer: LayerProfile, tied_bytes: int) -> float:
 
 
 def _sharing_layers(layers: Sequence[LayerProfile], second: int) -> list[tuple[int, int, bool, tuple[int, ...]]]:
-    """Return `first`, `parameter_bytes`, `is_pair_known` and `earlier` of each `TiedParameters` with layer `second`."""
+    """Return four fields of each `TiedParameters` whose later layer is `second`.
+
+    The fields are `first`, `parameter_bytes`, `is_pair_known` and `earlier`.
+    """
     layer, tied_bytes = layers[second], layers[second].tied_bytes
     if layer.tied_groups:
         places = {other.name: place for place, other in enumerate(layers)}

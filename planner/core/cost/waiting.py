@@ -1,15 +1,16 @@
 """Memory of waiting gradients, which belong to parameters that several layers of a stage share.
 
 Let layer p and a later layer q share a parameter. Within a micro-batch, autograd sums the gradients of both uses. It
-adds the sum to the gradient of earlier micro-batches. So a second gradient exists from the backward of q to that of p.
-In the first micro-batch, there is no earlier gradient, and the sum becomes the parameter's gradient.
+adds the sum to the gradient of earlier micro-batches. So from the backward of q to that of p, two gradients exist:
+the gradient of earlier micro-batches, and q's gradient (the *waiting gradient*). In the first micro-batch, there is no
+earlier gradient, and the sum becomes the parameter's gradient.
 
 Autograd sums in place, unless q's gradient is a view of another tensor, as for the weight of a linear layer. Then the
 sum is a new tensor, and three tensors exist during p's backward. The sum is no view, so gradients of further layers
 are added to it in place.
 
 In later micro-batches, q's other gradients are freed during q's backward, as soon as they are added to the existing
-gradients. The waiting gradient is not freed. It therefore raises the peak of q's backward:
+gradients. The waiting gradient is not freed, and therefore raises the peak of q's backward:
 
     increase = (peak of q in the first micro-batch - peak of q in a later one) * share of shared parameters
     share    = gradient bytes of shared parameters / gradient bytes of q
@@ -17,8 +18,8 @@ gradients. The waiting gradient is not freed. It therefore raises the peak of q'
 Under autocast, q's gradient is that of a low-precision copy of the parameter. In later micro-batches, gradients of
 copies are not counted here, because `FixedLayerBytes.casts` counts them until the end of the backward. If p uses no
 copy (an embedding), q's gradient is converted to the parameter's type before p's backward. If p and q use the same
-copy, the first micro-batch converts the copy's gradient in p, not in q. Until then, this gradient has half the bytes
-of the parameter's gradient.
+copy, the first micro-batch converts the copy's gradient in p's backward, not in q's. Until then, this gradient has
+half the bytes of the parameter's gradient.
 """
 
 from collections.abc import Iterator
