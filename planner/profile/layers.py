@@ -47,7 +47,7 @@ class BackendResult:
     """True if the temporary memory of an update grows with the number of parameters, not only with the largest one."""
     layers: tuple[LayerProfile, ...]
     round_ratios: tuple[float, float] = (1.0, 1.0)
-    """Values of `Profile.fast_round_ratio` and `Profile.slow_round_ratio`."""
+    """10th and 90th percentile of the times of profiling rounds over all layers, divided by their median."""
 
 
 def layer_profiles(task: ProfilingTask, costs: MeasuredCosts) -> tuple[LayerProfile, ...]:

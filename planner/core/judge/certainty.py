@@ -59,7 +59,7 @@ STEP_ERRORS: Final = {
 """Error range of the step time for each kind of prediction."""
 
 SHORTEST_US: Final = 20_000.0
-"""Shortest forward plus backward time of the slowest stage for which `STEP_ERRORS["cpu"]` holds, in microseconds."""
+"""Minimum forward plus backward time of the slowest stage to use `STEP_ERRORS["cpu"]`, in microseconds."""
 
 PEAK_RATIOS: Final = {
     "measured": 1 / 0.99,  # on a CPU: the 954 peaks of memory.md
@@ -93,7 +93,7 @@ class Certainty:
     sampling: float = 0.0
     """Sampling error of the step time, from the spread of repeated measurements; divided by the step time."""
     round_ratios: tuple[float, float] = (1.0, 1.0)
-    """Values of `Profile.fast_round_ratio` and `Profile.slow_round_ratio`."""
+    """10th and 90th percentile of the times of profiling rounds over all layers, divided by their median."""
     step_us: tuple[float, float] | None = None
     """Range of the step time in microseconds, computed from `step_ratio`, `round_ratios` and `sampling`."""
     peak_ratio: float | None = None

@@ -152,7 +152,7 @@ def disturbance_reason(report: RunReport) -> str:
 
 
 def cpu_time_phrase(report: RunReport) -> str:
-    """Return a phrase about the process with the smallest share of CPU time; "" if all had `LEAST_CORE_SHARE`."""
+    """Return a phrase about the smallest CPU share of a process; "" if this share is at least `LEAST_CORE_SHARE`."""
     share = min((run.core_share for run in report.stages if run.core_share), default=1.0)
     if share >= LEAST_CORE_SHARE:
         return ""

@@ -52,11 +52,11 @@ class ComputeTimeBounds(NamedTuple):
     work_us: float
     """Forward plus backward time of all layers on the fastest device."""
     forward_us: float
-    """Lower bound of the largest forward time of a device."""
+    """Lower bound of the largest forward time over all devices."""
     backward_us: float
-    """Lower bound of the largest backward time of a device."""
+    """Lower bound of the largest backward time over all devices."""
     pair_us: float
-    """Lower bound of the largest forward plus backward time of a device."""
+    """Lower bound of the largest sum of forward and backward time over all devices."""
 
 
 class Schedule(ABC):

@@ -37,7 +37,7 @@ _Slots = dict[int, Action]
 """Action of a device in each unit of time."""
 
 _Message = tuple[MessageKind | None, int, int]
-"""Direction, stage and micro-batch of a message between stages."""
+"""Result of an action: its message kind (None for W), the stage that makes it, and the micro-batch."""
 
 
 class PassStartTimes(NamedTuple):
@@ -47,13 +47,13 @@ class PassStartTimes(NamedTuple):
     """
 
     forward_down: int
-    """F of the device's first stage, on the way down the V."""
+    """Start time of F on the device's first stage (way down the V)."""
     forward_up: int
-    """F of the device's second stage, on the way up the V."""
+    """Start time of F on the device's second stage (way up the V)."""
     backward_up: int
-    """I of the device's second stage."""
+    """Start time of I on the device's second stage."""
     backward_down: int
-    """I of the device's first stage."""
+    """Start time of I on the device's first stage."""
 
 
 class BuildingBlockSchedule(VSchedule):

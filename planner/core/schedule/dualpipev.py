@@ -43,7 +43,7 @@ class DualPipeV(VSchedule):
         return tuple(row.actions)
 
     def check_supported(self, num_devices: int, micro_batches: int, chunks: int) -> None:
-        """Raise UsageError if there are fewer micro-batches than stages, as torch's schedule does."""
+        """Raise UsageError if there are fewer micro-batches than stages. torch rejects this, too."""
         super().check_supported(num_devices, micro_batches, chunks)
         if micro_batches < 2 * num_devices:
             raise UsageError(

@@ -4,9 +4,9 @@
     device 0: 0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1
     device 1: 1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1
 
-In the paper M is a multiple of K, and chunks take turns every K micro-batches. torch's `ScheduleInterleaved1F1B` allows
-any M that max(1, M // K) divides. With one chunk per device, this is 1F1B with 2 (K-k) - 1 instead of K-k warm-up
-forwards on device k.
+In the paper M is a multiple of K, and chunks take turns every K micro-batches. torch's `ScheduleInterleaved1F1B` has
+max(1, M // K) rounds, and M must be a multiple of this number. With one chunk per device, this is 1F1B with
+2 (K-k) - 1 instead of K-k warm-up forwards on device k.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ class Interleaved(Schedule):
     torch_name = "Interleaved1F1B"
     is_chunked = True
     one_stage_name: ClassVar[ScheduleName] = "1f1b"
-    """Name of a schedule with one stage per device, which error messages suggest instead."""
+    """Name of a schedule with one stage per device. Error messages suggest it if the interleaved schedule cannot run."""
 
     def order(self, device: int, num_devices: int, micro_batches: int, chunks: int) -> tuple[Action, ...]:
         """Return the action order of torch's schedule, without idle slots."""

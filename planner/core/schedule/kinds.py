@@ -41,18 +41,19 @@ class ActionKind:
     message_kind: MessageKind | None
     """Kind of the messages that the action sends and receives; None without messages."""
     follows: MessageKind | None
-    """Kind of message that the action needs from its own stage, if it needs none from another stage; None for forwards.
+    """Kind of message that the action needs from its own stage if no other stage sends it a message; None for F.
 
-    B and I of the last stage need the activations that its F makes (F). W needs the gradients that I makes (B).
+    On the last stage, B and I need the activations (kind F) that the stage's F makes. On every stage, W needs the
+    gradients (kind B) that the stage's I makes.
     """
     paper: tuple[str, ...]
-    """Colors of the action's boxes in pictures, one for each chunk; further chunks repeat them."""
+    """Colors of the action's boxes in timeline pictures, one per chunk. Additional chunks repeat the colors."""
     ink: str
-    """Color of the text on the boxes of pictures."""
+    """Color of the text on the action's boxes in timeline pictures."""
     terminal: tuple[tuple[int, int], ...]
-    """Colors on a 256-color terminal: for each chunk, two shades for alternating boxes."""
+    """Colors of the action's boxes on a 256-color terminal: for each chunk, two shades for alternating boxes."""
     terminal_ink: int
-    """Color of the text on terminal boxes, from the same 256 colors."""
+    """Color of the text on the action's boxes on a 256-color terminal."""
 
 
 # Blue and orange differ for color-blind readers, and in brightness alone. Later chunks have other hues of the same

@@ -34,7 +34,7 @@ class OneForwardOneBackward(Schedule):
         return tuple(actions)
 
     def check_supported(self, num_devices: int, micro_batches: int, chunks: int) -> None:
-        """Raise UsageError if there are fewer micro-batches than devices, as torch's schedule does."""
+        """Raise UsageError if there are fewer micro-batches than devices. torch rejects this, too."""
         super().check_supported(num_devices, micro_batches, chunks)
         if micro_batches < num_devices:
             raise UsageError(

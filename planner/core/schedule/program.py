@@ -118,9 +118,9 @@ def devices_of(actions: Sequence[Sequence[Action]]) -> tuple[int, ...]:
 def instruction_lists(actions: Sequence[Sequence[Action]]) -> tuple[tuple[Instruction, ...], ...]:
     """Return the instruction lists of all devices: their actions and the transfers between them.
 
-    `actions` has the actions of each device, in order. Any two devices have their transfers in the same order, so they
-    cannot block each other. If possible, a device starts to receive an activation one action before the action that
-    needs it, so that the transfer overlaps with an action.
+    `actions` has the actions of each device, in order. Two devices list the transfers between them in the same
+    order, so the devices cannot block each other. If possible, a device starts to receive an activation one action
+    before the action that needs it, so that the transfer overlaps with an action.
 
     Raises:
         DeadlockError: The action orders wait for each other in a circle, or for a missing action.
