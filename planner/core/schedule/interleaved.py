@@ -26,7 +26,7 @@ class Interleaved(Schedule):
     torch_name = "Interleaved1F1B"
     is_chunked = True
     one_stage_name: ClassVar[ScheduleName] = "1f1b"
-    """Name of a schedule with one stage per device. Error messages suggest it if the interleaved schedule cannot run."""
+    """Name of a schedule with one stage per device. Error messages suggest it if interleaving is not possible."""
 
     def order(self, device: int, num_devices: int, micro_batches: int, chunks: int) -> tuple[Action, ...]:
         """Return the action order of torch's schedule, without idle slots."""
