@@ -29,7 +29,8 @@ def orders_from_csv(text: str) -> tuple[tuple[Action, ...], ...]:
     """Return the action orders in a CSV table, without idle slots; `check_orders` checks if they can run.
 
     Raises:
-        UsageError: A cell is not an action, or a row has no action; the message names row and column, from 1.
+        UsageError: The text is empty or not CSV, a row has no action, or a cell is not an action. Messages count rows
+            and columns from 1.
     """
     lines = text.removeprefix("\ufeff").rstrip().splitlines()
     if not lines:

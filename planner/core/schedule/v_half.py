@@ -5,8 +5,9 @@
     device 1: 1F0 2F0 1F1 2F1 2I0 2W0 1I0 1W0 1F2 2F2 2I1 1I1 2I2 1I2 2W1 1W1 2W2 1W2
 
 F, I and W take one unit of time each. On the way from device 0 to K-1, a micro-batch starts two units later on each
-next device; on the way back, one unit later. The gradient takes the same way, with the same delays. The longer a
-micro-batch stays with a device's first stage, the shorter it stays with the second. So devices need equal memory.
+next device; on the way back, one unit later. Its gradient visits the devices in the same order, with the same delays.
+The longer a micro-batch stays with a device's first stage, the shorter it stays with the second. So devices need equal
+memory.
 """
 
 from planner.core.schedule.building_block import BuildingBlockSchedule, PassStartTimes

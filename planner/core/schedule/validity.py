@@ -2,8 +2,8 @@
 
     - Stages are numbered along the pipeline from 0. Each stage is on one device, and all devices have the same number
       of stages.
-    - Every micro-batch, 0 to M-1, passes every stage once: F and B, or F, I and W.
-    - Devices do not wait in a circle: for each other, or for a later action in their own order.
+    - Every micro-batch has exactly these actions on every stage: F and B, or F, I and W.
+    - No device waits for a later action of its own, and devices do not wait for each other in a circle.
 
 Stages may be placed on devices in any way, and micro-batches may overtake each other.
 """

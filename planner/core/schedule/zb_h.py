@@ -5,10 +5,10 @@ the deferred W passes fill the end of the step.
 
 Stage i = 0 … K-1 stores at most this number of micro-batches:
 
-              from F to I    from I to W    together
-    1F1B                                    K-i (until B)
-    ZB-H1     K-i            i              K
-    ZB-H2     2(K-i)-1       2i             2K-1
+              from F to I (1F1B: B)    from I to W    total
+    1F1B      K-i                      -              K-i
+    ZB-H1     K-i                      i              K
+    ZB-H2     2(K-i)-1                 2i             2K-1
 
 Under ZB-H2, if F = I = W and there are at least 2K-1 micro-batches, a device is idle only before its first and after
 its last action.

@@ -44,7 +44,7 @@ class RunPrediction:
     plan: str = "plan.yaml"
     profile: str = "profile.yaml"
     solve: tuple[str, ...] = ()
-    """Options of `solve` that make the plan again, without `--calibration` and options whose values it gives."""
+    """Options of `solve` to plan again with `--calibration FILE`. Options that the calibration sets are left out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -77,7 +77,7 @@ class Cluster:
     overhead_us: float = 0.0
     """Time of the executor itself per micro-batch, stage and direction (forward or backward)."""
     tensor_parallel: int = 1
-    """Number of GPUs that share every layer (T): one device. Memory limits, speeds and links are those of one GPU."""
+    """Number of GPUs per device (T); they share each layer. Memory limits, speeds and links are those of one GPU."""
     optimizer_shards: int = 1
     """Number of replicas among which the optimizer is divided; 1 if each replica has the whole optimizer."""
 

@@ -179,7 +179,7 @@ _OTHER_BOARDS: Final = ("pcie", "nvl")
 
 
 def peak_flops_per_s(reported: str, dtype: str) -> float:
-    """Return the peak FLOP/s of a device for `dtype`, by the name that it reports; 0 if not known."""
+    """Return the peak FLOP/s for `dtype` of a device that reports the name `reported`; 0 if not known."""
     lower = reported.lower()
     if any(word in lower for word in _OTHER_BOARDS):
         return 0.0

@@ -1,7 +1,7 @@
 """Findings of `gpipe-plan check`: the meaning, severity and remedy of every code.
 
-`gpipe-plan explain`, `docs/findings.md` and the SARIF rules take their texts from here. The first digit is the topic: 1
-memory, 2 plan and profile, 3 profile and model, 4 comparison with another plan.
+`gpipe-plan explain`, `docs/findings.md` and the SARIF rules take their texts from here. The first digit of a code is
+its topic: 1 memory, 2 plan and profile, 3 profile and model, 4 comparison with another plan.
 """
 
 from dataclasses import dataclass

@@ -22,9 +22,9 @@ class Measurement:
     """Forward times, one per repeat."""
     backward_us: tuple[float, ...] = ()
     backward_input_us: tuple[float, ...] = ()
-    """Times of a forward plus its input-gradient pass, one per repeat that splits the backward."""
+    """Time of the forward plus the input-gradient pass, for each repeat with a split backward."""
     backward_weight_us: tuple[float, ...] = ()
-    """Times of the weight-gradient pass, one per repeat that splits the backward."""
+    """Time of the weight-gradient pass, for each repeat with a split backward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ Placement = Literal["loop", "v"]
 
 
 def device_of(stage: int, num_devices: int, placement: Placement = "loop") -> int:
-    """Return the device, 0 to K-1, that runs `stage`.
+    """Return the index of the device that runs `stage`.
 
     Args:
         stage: Index of the stage in the pipeline.
@@ -31,7 +31,7 @@ def stages_on(device: int, num_devices: int, chunks: int = 1, placement: Placeme
     """Return the stages of `device`, one for each of its chunks, in pipeline order.
 
     Args:
-        device: Index of the device, 0 to K-1.
+        device: Index of the device, 0 to `num_devices` - 1.
         num_devices: Number of devices.
         chunks: Stages per device.
         placement: Placement of the stages.
@@ -43,7 +43,7 @@ def stages_on(device: int, num_devices: int, chunks: int = 1, placement: Placeme
 
 
 def rank_of(stage: int, replica: int, num_devices: int, placement: Placement = "loop") -> int:
-    """Return the rank of the process that runs `stage` in a replica; each replica has K consecutive ranks.
+    """Return the rank of the process that runs `stage` in a replica; each replica has `num_devices` consecutive ranks.
 
     Args:
         stage: Index of the stage in the pipeline.

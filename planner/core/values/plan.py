@@ -81,7 +81,7 @@ class Inputs:
     replicas: int = field(default=1, metadata=LEFT_OUT)
     """Number of pipelines that run in parallel; 0 lets the solver choose."""
     shard_optimizer: bool = field(default=False, metadata=LEFT_OUT)
-    """True if replicas divide the optimizer's state and step among them (ZeRO stage 1)."""
+    """True if each replica stores a part of the optimizer state and updates a part of the parameters (ZeRO stage 1)."""
     tensor_parallel: int = field(default=0, metadata=LEFT_OUT)
     """GPUs that share each layer; 0 lets the solver choose among the widths in the profile."""
     together: tuple[tuple[str, ...], ...] = ()
@@ -154,7 +154,7 @@ class SolverReport:
     lower_bound_us: float = 0.0
     """Lower bound of the step time of all plans that the request allows."""
     named_lower_bound_us: float = field(default=0.0, metadata=LEFT_OUT)
-    """Lower bound of the step time of all plans with named schedules, if above `lower_bound_us`; else 0."""
+    """Lower bound of the step time with named schedules (all except `search`), if above `lower_bound_us`; else 0."""
 
     def named_schedule_gap(self, step_us: float) -> float | None:
         """Return the gap between a step time and the lower bound of all plans with a named schedule.
@@ -246,7 +246,10 @@ class Predicted:
     bubble: float
     """Share of device time spent idle between the first forward and the last backward."""
     ideal_bubble: float
-    """Bubble of equal stages, (K-1)/(V M+K-1) with V stages per device; 0 if backwards are split: W can fill it."""
+    """Bubble of equal stages on K devices: (K-1)/(V M+K-1), with V stages per device and M micro-batches.
+
+    0 if backwards are split, because weight-gradient passes can fill the bubble.
+    """
     imbalance: float
     """Largest forward plus backward time of a device, divided by the mean over the devices."""
     recompute_share: float
@@ -343,7 +346,7 @@ class Plan:
     replicas: int = field(default=1, metadata=LEFT_OUT)
     """Number of pipelines that run in parallel (R), each with batch/R samples."""
     tensor_parallel: int = field(default=1, metadata=LEFT_OUT)
-    """Number of GPUs that share each layer (T): one device of the plan. All figures are for one of these GPUs."""
+    """Number of GPUs per device of the plan (T); they share each layer. All figures are for one of these GPUs."""
     micro_batches: int
     """Number of micro-batches per step of each pipeline (M)."""
     micro_batch_size: int
