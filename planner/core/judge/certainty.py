@@ -59,7 +59,7 @@ STEP_ERRORS: Final = {
 """Error range of the step time for each kind of prediction."""
 
 SHORTEST_US: Final = 20_000.0
-"""Shortest time of the slowest stage to use `STEP_ERRORS["cpu"]`: forward plus backward, in microseconds."""
+"""Threshold between `STEP_ERRORS["short"]` and `["cpu"]`: forward plus backward time of the slowest stage, in us."""
 
 PEAK_RATIOS: Final = {
     "measured": 1 / 0.99,  # on a CPU: the 954 peaks of memory.md
