@@ -106,7 +106,7 @@ def test_comparison_with_other_planners_matches_measurements() -> None:
 
 
 def test_executor_figures_match_measurements() -> None:
-    """The figures are ratios to torch's own loops."""
+    """The figures are ratios to torch's own schedules."""
     columns = [table["ours / bare"] for table in tables("measurements/executor.md")]
     ratios = [float(ratio) for column in columns for ratio in column if ratio]
     readme = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -387,7 +387,7 @@ def _peak_allocation_counts(row: tuple[Action, ...], program: tuple[Instruction,
 
 
 def optimizer_step_counts(chunks: int) -> IntArray:
-    """Return how often each allocation exists during the optimizer's step, shape (chunks, chunks, allocations).
+    """Return the numbers of allocations during the optimizer's step, shape (chunks, chunks, allocations).
 
     Entry [u, c, p] is the number of allocations of kind p (an index into `ALLOCATIONS`) of chunk c, while chunk u is
     updated.
