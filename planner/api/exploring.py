@@ -13,8 +13,11 @@ from planner.api.texts import File
 from planner.core.values.plan import Plan
 from planner.core.values.profile import Profile
 
-_ON_THE_PAGE: Final = frozenset({"--mem", "--schedule", "--chunks", "--recompute", "--links", "--together", "--apart"})
-"""Options of `solve` that the interactive report sets, replaces by fixed cuts (`--balance`), or mentions in a note."""
+_LEFT_OUT: Final = frozenset({"--mem", "--schedule", "--chunks", "--recompute", "--links", "--together", "--apart"})
+"""Options of `solve` that `solve_command_parts` leaves out.
+
+The interactive report adds them with the user's values, replaces them by `--balance`, or mentions them in a note.
+"""
 
 
 @plan_command(ExploreOptions)
@@ -67,7 +70,7 @@ def solve_command_parts(plan: Plan, profile: Profile) -> Iterator[str]:
     width = plan.tensor_parallel if profile.widths else plan.inputs.tensor_parallel
     inputs = replace(plan.inputs, replicas=plan.replicas, tensor_parallel=width)
     yield f"gpipe-plan solve {inputs.profile.path}"
-    yield from solve_command_options(inputs, profile.device, without=_ON_THE_PAGE)
+    yield from solve_command_options(inputs, profile.device, without=_LEFT_OUT)
 
 
 def notes_on_missing_options(plan: Plan) -> Iterator[str]:

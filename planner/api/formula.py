@@ -75,7 +75,7 @@ _LIMITS: Final = {
 """Noun for messages, and largest allowed value, by option."""
 
 _NEEDED: Final = ("layers", "hidden", "heads", "sequence", "vocabulary")
-"""Options that every formula needs without a configuration."""
+"""Options that every formula needs, unless a Hugging Face configuration is given."""
 
 
 def profile_by_formula(options: ProfileOptions, configuration: Configuration | None = None) -> Profile:

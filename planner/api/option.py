@@ -32,7 +32,10 @@ class Option:
     """Names of the option, separated by spaces, such as `--output -o`; empty if `option_name` gives the only name."""
     repeatable: bool = False
     recorded: OptionConversion | None = None
-    """Conversion between option and field of `Inputs`; None without such a field, or if it needs more options."""
+    """Conversion between the option and its field of `Inputs`.
+
+    None if there is no such field, or if the field's value also depends on the profile or on other options.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +70,7 @@ def option_fields_of(record: type[Any]) -> tuple[OptionField, ...]:
 
 
 def option_name(keyword: str) -> str:
-    """Return the name on the command line of a keyword in Python: `--time-limit` for `time_limit`."""
+    """Return the command-line name of an option, such as `--time-limit` for the keyword argument `time_limit`."""
     return f"--{keyword.replace('_', '-')}"
 
 

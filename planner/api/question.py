@@ -52,9 +52,9 @@ def solve_command_options(inputs: Inputs, device: Device, *, without: Collection
 
 
 def calibrated_solve_options(inputs: Inputs, device: Device) -> tuple[str, ...]:
-    """Return the options of `solve` that compute a plan again with `--calibration FILE`.
+    """Return the options of `solve` to compute a plan again with a calibration file.
 
-    Options whose values are in the calibration file are left out, such as `--reserve`.
+    The result has neither `--calibration` nor options whose values are in the calibration file, such as `--reserve`.
     """
     # If links between nodes differ, a calibration does not change them: see `calibration_of`.
     without = _CALIBRATED if inputs.inter_link is not None else _CALIBRATED | {"--link"}

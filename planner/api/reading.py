@@ -103,7 +103,7 @@ def profile_reference(source: ProfileSource, plan_path: str) -> ProfileReference
 
 
 def judge_again_from_profile(plan: Plan, profile: Profile, place: str) -> Verdict:
-    """Return the verdict of `check`, with the plan that is recomputed from its profile.
+    """Return the verdict of `check` on a plan. The verdict contains the plan, recomputed from `profile`.
 
     Args:
         plan: The plan.
@@ -134,7 +134,7 @@ def resolve_calibration(calibration: File | Calibration | None) -> Calibration |
 def links_of(links: File | Sequence[Link] | None, **other_options: object) -> tuple[Link, ...]:
     """Return the link from each device to the next; empty without links.
 
-    `other_options` has, by name, options that also define the links; None for unset options.
+    `other_options` are options that also define the links, such as `inter_link`. The value of an unset option is None.
 
     Raises:
         UsageError: Two options define the links.

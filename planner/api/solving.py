@@ -45,7 +45,7 @@ def solve(profile: AnyProfile, options: SolveOptions) -> Plan:
 
     Raises:
         InfeasibleError: No plan fits; the hint says what would fit.
-        NoPlanFoundError: No plan was found that fits, but there may be one; the hint is the same.
+        NoPlanFoundError: No plan was found that fits, but there may be one; the hint says what would fit.
         UsageError: The options contradict each other or the profile.
         FileError: The profile cannot be read, or the plan cannot be written.
         SolverError: No plan was found within the time limit.
@@ -264,7 +264,7 @@ def _files_of(options: SolveOptions) -> tuple[str | None, ...]:
 
 @profile_command(SweepOptions)
 def sweep(profile: AnyProfile, options: SweepOptions) -> Sweep:
-    """Find the best plan for every number of devices and memory limit.
+    """Find the best plan for every device count and memory limit.
 
     Args:
         profile: A profile, or its file.

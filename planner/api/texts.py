@@ -129,7 +129,10 @@ def parse_device_count(value: Numbers) -> int:
 
 
 def parse_size_bytes(option: str, value: str | int) -> int:
-    """Return a size in bytes, from `8GB`, a number, or the name of an accelerator (`tpu:v2`) with this memory."""
+    """Return a size in bytes, from a text such as `8GB`, a number, or the name of an accelerator.
+
+    For a name such as `tpu:v2`, return the size of the accelerator's memory.
+    """
     if isinstance(value, str):
         named = next((one for one in ACCELERATORS if one.name == value.strip().lower()), None)
         return parse_bytes(value, f"{option} ") if named is None else named.memory_bytes
@@ -144,7 +147,10 @@ def parse_sizes_bytes(option: str, value: Sizes) -> tuple[int, ...]:
 
 
 def parse_memory_limits(value: Sizes, devices: int) -> tuple[int, ...]:
-    """Return each device's memory limit in bytes, from `8GB` for all or `24GB,24GB,80GB`."""
+    """Return each device's memory limit in bytes.
+
+    `value` has one limit for all devices, such as `8GB`, or one per device, such as `24GB,24GB,80GB`.
+    """
     one_or_each = parse_sizes_bytes("--mem", value)
     if len(one_or_each) not in (1, devices):
         raise UsageError(
@@ -178,7 +184,10 @@ def parse_precision(value: str | None) -> Precision:
 
 
 def parse_speeds(value: str | float | Sequence[float], devices: int) -> tuple[float, ...]:
-    """Return the speed of each device relative to the profiled one, from one number for all or `1,1,2.5`."""
+    """Return the speed of each device relative to the profiled device.
+
+    `value` has one speed for all devices, such as `2`, or one per device, such as `1,1,2.5`.
+    """
     text = _shown(value)
     try:
         numbers = tuple(map(float, _parts(value)))
@@ -290,7 +299,7 @@ def parse_node_counts(value: str) -> tuple[int, int]:
 
 
 def parse_settings(value: Mapping[str, object] | Sequence[str]) -> dict[str, str]:
-    """Return settings as texts by name, from texts `name=value` or a mapping."""
+    """Return settings as a dict of texts, given a mapping or a list of texts such as `width=1024`."""
     if isinstance(value, Mapping):
         return {name: str(value) for name, value in value.items()}
     pairs = [text.partition("=") for text in value]

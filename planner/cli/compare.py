@@ -14,7 +14,7 @@ def compare(
     *,
     quiet: Quiet = False,
 ) -> None:
-    """Compare plans, for example for other memory limits, devices or schedules."""
+    """Compare plans, for example plans for different memory limits, devices or schedules."""
     import_numpy_without_threads()
     import planner
     from planner.show.gate import comparison_markdown

@@ -73,7 +73,7 @@ class SectionedCommand(_AsTyped, TyperCommand):
 
 
 def usage_error_of(error: TyperException, arguments: Sequence[str], command: str) -> PlannerError:
-    """Return the error for an invalid command line, which suggests similar words and the right `--help`."""
+    """Return the error for an invalid command line. The error's hint suggests similar names and the right `--help`."""
     see = f"see `gpipe-plan {command} --help`" if command else "see `gpipe-plan --help`"
     near = sorted(getattr(error, "possibilities", None) or ())
     if near and hasattr(error, "message"):

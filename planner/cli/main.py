@@ -34,8 +34,8 @@ COMMANDS = {
     "explain": "Explain findings of `gpipe-plan check`: meaning, importance and remedy.",
     "show": "Show tables and pictures of a file: stages, memory, timeline.",
     "explore": "Write an interactive report with adjustable cuts, schedule and memory limits.",
-    "compare": "Compare plans, for example for other memory limits, devices or schedules.",
-    "sweep": "Find the best plan for every number of devices and memory limit.",
+    "compare": "Compare plans, for example plans for different memory limits, devices or schedules.",
+    "sweep": "Find the best plan for every device count and memory limit.",
     "export": "Write the weights of a checkpoint as one state dict of the unpartitioned model.",
     "schema": "Print the JSON Schema of a kind of file.",
 }
@@ -95,7 +95,7 @@ def app_for(arguments: list[str]) -> typer.Typer:
     first = arguments[0] if arguments else ""
     if first in ("--help", "-h"):
         for name, summary in COMMANDS.items():
-            app.command(name, help=summary)(_list_only)
+            app.command(name, help=summary)(_placeholder_command)
     elif first != "--version":
         for name in (first,) if first in COMMANDS else COMMANDS:
             python_name = name.replace("-", "_")
@@ -103,8 +103,8 @@ def app_for(arguments: list[str]) -> typer.Typer:
     return app
 
 
-def _list_only() -> None:
-    """Do nothing. In the list of commands, this function replaces every command."""
+def _placeholder_command() -> None:
+    """Do nothing. `gpipe-plan --help` lists this function under every command's name, so it imports no command."""
 
 
 def run(arguments: list[str]) -> int:

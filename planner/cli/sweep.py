@@ -19,7 +19,7 @@ def sweep(
     *,
     quiet: Quiet = False,
 ) -> None:
-    """Find the best plan for every number of devices and memory limit. Exit code 1: no plan fits."""
+    """Find the best plan for every device count and memory limit. Exit code 1: no plan fits."""
     import planner
     from planner.show.gate import sweep_markdown
     from planner.show.terminal.plans import sweep_text
