@@ -106,7 +106,7 @@ class Inputs:
     """Price of a GPU-hour, in any currency; 0 if it was not given."""
 
     def device_memory_for_limit(self, limit_bytes: int) -> int:
-        """Return the memory in bytes that a device needs, so that `limit_bytes` remain after the request's headroom."""
+        """Return the memory that a device needs, in bytes: `limit_bytes` plus the free share `headroom`."""
         size = ceil(limit_bytes / (1 - self.headroom))
         return size if memory_limit_of_device(size, self.headroom) >= limit_bytes else size + 1
 
@@ -313,7 +313,7 @@ class Noise:
     worst_regret: float
     """Maximum over the random profiles of (step time of this plan / step time of the best plan found) - 1."""
     same_plan: float
-    """Share of the random profiles for which the best plan found has the cuts and micro-batches of this plan."""
+    """Share of random profiles whose best plan found is no faster than this plan, or has its cuts and micro-batches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -157,13 +157,13 @@ class SplitMemory:
     input_peak_bytes: int
     """Peak during I of any micro-batch except the first."""
     output_first_input_peak_bytes: int | None = None
-    """Value of `first_input_peak_bytes` if the next layer's W needs this layer's outputs. The outputs count."""
+    """`first_input_peak_bytes` if the next layer's W needs this layer's outputs, including these outputs."""
     output_input_peak_bytes: int | None = None
-    """Value of `input_peak_bytes` if the next layer's W needs this layer's outputs. The outputs count."""
+    """`input_peak_bytes` if the next layer's W needs this layer's outputs, including these outputs."""
     end_first_input_peak_bytes: int | None = None
-    """Value of `first_input_peak_bytes` for a stage's last layer. Its outputs and their gradients count."""
+    """`first_input_peak_bytes` if the layer ends a stage, including the layer's outputs and their gradients."""
     end_input_peak_bytes: int | None = None
-    """Value of `input_peak_bytes` for a stage's last layer. Its outputs and their gradients count."""
+    """`input_peak_bytes` if the layer ends a stage, including the layer's outputs and their gradients."""
     first_weight_peak_bytes: int
     """Peak during W of the first micro-batch, including the parameter gradients that W creates."""
     weight_peak_bytes: int
@@ -206,9 +206,9 @@ class ProgramMemory:
     input_bytes: int = 0
     """First layer only: memory of the inputs of one micro-batch."""
     narrowed_input_bytes: int = 0
-    """First layer only: 16-bit copy of one micro-batch's inputs for matmuls, during a whole loop over micro-batches."""
+    """First layer only: 16-bit copy of one micro-batch's inputs. A loop over micro-batches keeps all these copies."""
     laid_out_bytes: int = 0
-    """First layer only: copy of the running micro-batch's inputs, in the memory layout that the layer reads."""
+    """First layer only: copy of one micro-batch's inputs, in the memory layout that the layer reads."""
     target_bytes: int = 0
     """Last layer only: memory of the micro-batch's targets, which the loss reads."""
     trained: tuple[ArrayKind, ...] = ()
@@ -262,7 +262,7 @@ class LayerProfile:
     optimizer_peak_bytes: int = 0
     """Transient memory of the optimizer's step over this layer's parameters."""
     optimizer_boundary_peak_bytes: int = field(default=0, metadata=LEFT_OUT)
-    """Transient memory when the optimizer has updated the previous layer and begins with this layer."""
+    """Transient memory while the optimizer updates a parameter of the previous layer, then one of this layer."""
     forward_us: tuple[float, ...]
     backward_us: tuple[float, ...]
     """Backward times without recomputation, one for each micro-batch size."""
@@ -273,7 +273,7 @@ class LayerProfile:
     backward_weight_us: tuple[float, ...] = ()
     """Time of the weight-gradient pass (W). The times of I and W need not add up to `backward_us`."""
     spread: tuple[float, ...] = ()
-    """Half-width of the 95 % interval of forward plus backward time, as a share of it, for each micro-batch size."""
+    """Relative half-width of the 95 % confidence interval of forward plus backward time, for each micro-batch size."""
     output_bytes: tuple[int, ...]
     """Bytes of all tensors that cross the boundary after this layer, one sum for each micro-batch size."""
     saved_bytes: tuple[int, ...]
@@ -284,7 +284,7 @@ class LayerProfile:
     backward_peak_bytes: tuple[int, ...] = ()
     forward_flops: tuple[int, ...] = ()
     collective_bytes: tuple[int, ...] = ()
-    """Bytes that GPUs all-reduce in one forward, and also in one backward; empty if the layer's times include this."""
+    """Bytes that GPUs all-reduce in one forward, and also in one backward; empty if the times include all-reduces."""
     collectives: int = field(default=0, metadata=LEFT_OUT)
     """Number of all-reduces in a forward, which is also the number in a backward."""
     detail: tuple[MemoryDetail, ...] = ()
@@ -321,16 +321,16 @@ class Profile:
     environment: Environment = field(default_factory=Environment)
     optimizer: str = ""
     optimizer_peak: Literal["largest", "sum"] = "largest"
-    """Rule to combine the layers' `optimizer_peak_bytes`; `sum` if the optimizer updates all at once (`foreach`)."""
+    """Rule to combine the layers' `optimizer_peak_bytes`; `sum` if all parameters are updated at once (`foreach`)."""
     micro_batch_sizes: tuple[int, ...]
     tensor_parallel: int = field(default=1, metadata=LEFT_OUT)
     """Number of GPUs that share each layer; every figure in `layers` is for one of these GPUs."""
     expert_parallel: int = field(default=1, metadata=LEFT_OUT)
     """Number of replicas among which each layer's experts are divided. A plan's replicas are a multiple of it."""
     fast_round_ratio: float = field(default=1.0, metadata=LEFT_OUT)
-    """10th percentile of the times of rounds over all layers, divided by their median; 1 if unknown."""
+    """10th percentile of round times, divided by their median; 1 if unknown. A profiling round runs each layer once."""
     slow_round_ratio: float = field(default=1.0, metadata=LEFT_OUT)
-    """90th percentile of the times of rounds over all layers, divided by their median; 1 if unknown."""
+    """90th percentile of round times, divided by their median; 1 if unknown. A profiling round runs each layer once."""
     layers: tuple[LayerProfile, ...]
     widths: tuple[WidthCosts, ...] = ()
     """Costs of the layers for other values of `tensor_parallel`."""

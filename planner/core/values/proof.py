@@ -14,7 +14,7 @@ class Proof:
     cuts: int
     """Number of cuts that were compared or are equivalent to a compared cut; 0 if nothing was compared."""
     uncovered: int = 0
-    """Number of the other cuts."""
+    """Number of cuts that the check did not reach within its time limit."""
     gradients: int = 0
     """Number of parameters whose gradients were compared."""
     buffers: int = 0
