@@ -169,5 +169,5 @@ def _noise(noise: Noise) -> str:
     return (
         f"with measurement noise of ±{percent(noise.spread)}: in {noise.draws} random profiles "
         f"this plan was at most {percent(noise.worst_regret)} slower than the best one (mean "
-        f"{percent(noise.mean_regret)}); the same cuts and M were best in {percent(noise.same_plan, decimals=0)}"
+        f"{percent(noise.mean_regret)}); it was the best in {percent(noise.same_plan, decimals=0)}"
     )

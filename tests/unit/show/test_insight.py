@@ -25,7 +25,7 @@ def test_explanation_has_bottleneck_limit_what_if_and_noise():
         f"            one more device: {format_us(step_us * 0.902)}, 9.8 % faster",
         f"            links [twice] as fast: {format_us(step_us * 1.01)}, 1.0 % slower",
         "noise       with measurement noise of ±2.1 %: in 20 random profiles this plan was at most 0.4 %",
-        "            slower than the best one (mean 0.1 %); the same cuts and M were best in 65 %",
+        "            slower than the best one (mean 0.1 %); it was the best in 65 %",
     ]
 
 
