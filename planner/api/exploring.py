@@ -62,7 +62,7 @@ def explore(plan: File | Plan, options: ExploreOptions) -> str:
 
 
 def solve_command_parts(plan: Plan, profile: Profile) -> Iterator[str]:
-    """Yield the parts of the `solve` command that makes a plan again: `gpipe-plan solve PROFILE`, then each option.
+    """Yield the parts of the `solve` command that computes a plan again: `gpipe-plan solve PROFILE`, then each option.
 
     Three kinds of options are left out: options that the interactive report adds with the user's values (`--mem`),
     options that it replaces by fixed cuts (`--together`), and options that it mentions in a note (`--links`).

@@ -97,10 +97,10 @@ class DeviceKind(ABC):
         """Return the device's name, its memory, and its reserve: memory that is not available for tensors."""
 
     def equal_layers_limit_bytes(self) -> int:
-        """Return the limit on the total parameter bytes of the equal layers that are measured in turns.
+        """Return the size in bytes that the parameters of equal layers, timed in turn, should exceed together.
 
-        If one layer ran repeatedly, its parameters would stay in the cache. Layers with equal operators therefore take
-        turns in a measurement. Layers are added until their parameters together exceed this size.
+        If one layer ran repeatedly, its parameters would stay in the cache. Layers with equal operators are therefore
+        timed in turn. Layers are added to a measurement until their parameters exceed this size.
         """
         return CACHE_BYTES
 
@@ -130,7 +130,10 @@ class DeviceKind(ABC):
 
     @abstractmethod
     def moment_with_host_time(self) -> tuple[Moment, int]:
-        """Return the current time on the clock of the idle device, and the host's `time.perf_counter_ns` then."""
+        """Return one point in time on two clocks: the device's, and the host's `time.perf_counter_ns`.
+
+        The device first completes all submitted work.
+        """
 
     @abstractmethod
     def empty_cache(self) -> None:

@@ -12,7 +12,7 @@ LARGE_BYTES = 2**25
 """Largest `M_MMAP_THRESHOLD` that glibc accepts, in bytes. Blocks above this threshold are mapped separately."""
 
 CACHE_BYTES = 64 * 2**20
-"""Upper bound of two sizes in bytes: a GPU's L2 cache, and one core's share of a CPU's last-level cache."""
+"""Size in bytes, assumed to exceed a GPU's L2 cache and one core's share of a CPU's last-level cache."""
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 
@@ -103,7 +103,7 @@ def release_freed_memory() -> None:
 def release_file_pages(address: int, size_bytes: int) -> None:
     """Ask Linux to remove the pages of a mapped file from memory; do nothing on other systems.
 
-    The next use of a page reads the file again. Changes of this process to its pages are not lost.
+    The next use of a page reads the file again. Pages that this process has changed keep the changes.
     """
     begin = address - address % _PAGE_BYTES
     try:

@@ -1,7 +1,7 @@
 """Emitter for DeepSpeed 0.19.8: a `PipelineModule` with the plan's cuts.
 
 The argument `partition_method` of `PipelineModule` (deepspeed/runtime/pipe/module.py) is `uniform`, `parameters` or
-`type:REGEX`, none of which accepts given cuts. So the emitted file defines a subclass that sets the cuts, `parts`.
+`type:REGEX`, none of which accepts given cuts. So the emitted file defines a subclass that assigns the cuts to `parts`.
 The engine runs 1F1B (`TrainSchedule`), and its `gradient_accumulation_steps` is the number of micro-batches.
 """
 

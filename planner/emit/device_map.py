@@ -24,7 +24,7 @@ def emit_device_map(layout: PlanLayout) -> EngineFile:
     """Return a Python file that defines `DEVICE_MAP`.
 
     Raises:
-        UsageError: A layer has no path.
+        UsageError: A layer has no module path.
     """
     layout.module_paths(_NAME)
     device_map, device_of = {}, {}

@@ -45,7 +45,7 @@ def format_names() -> tuple[str, ...]:
 
 
 def check_engine(engine: str, *, launch: str | None = None, has_smaller: bool = False) -> None:
-    """Raise UsageError if a value is unknown, or the format does not support `--launch` or `--smaller`.
+    """Raise UsageError for an unknown format or job scheduler, or if `--launch` or `--smaller` needs another format.
 
     Args:
         engine: Name of the format.
@@ -101,7 +101,8 @@ def write_engine_files(
         smaller: Plans for fewer processes, made from the same profile; only for the bundled executor.
         launch: Job scheduler for which a launcher is written, such as `slurm`; None for no launcher.
         nodes: Nodes for the launcher; defaults to the nodes of the plan.
-        repeat_options: Function that returns the options of `solve` that make a plan again.
+        repeat_options: Function that returns the `solve` options to compute a plan again, for commands that the
+            script prints.
 
     Returns:
         Paths of the files, and notes for the user.
@@ -109,7 +110,8 @@ def write_engine_files(
     Raises:
         InfeasibleError: With the chosen engine, a device needs more memory than its limit.
         UsageError: The engine cannot run the plan, an input would be overwritten, or the nodes have too few devices.
-            Also raised if a plan in `smaller` has another mini-batch size than `plan`, or not fewer processes.
+            Also raised if a plan in `smaller` has another mini-batch size or more processes than `plan`, or if two
+            plans have equally many processes.
         FileError: A file cannot be written, or was edited.
     """
     refuse_tensor_parallel_or_sharded(engine, plan)

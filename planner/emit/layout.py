@@ -20,12 +20,12 @@ from planner.emit.signature import with_signature
 
 _PATH = re.compile(r"\w+(\.\w+)*")
 _BLOCK = re.compile(r"(?P<kind>block|encoder|decoder)_\d+")
-"""Names that formulas give to blocks, unless they use the names of torchtitan's modules."""
+"""Pattern of block names in the formulas of GPT and encoder-decoders; others use the module names of torchtitan."""
 
 _WIDTH = 110
 
-_SHARING: Final = ("megatron", "torchtitan", "automodel")
-"""Engines in which GPUs can share layers, and replicas can share the optimizer."""
+_SHARDING_ENGINES: Final = ("megatron", "torchtitan", "automodel")
+"""Engines that support tensor parallelism and a sharded optimizer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +155,7 @@ class PlanLayout:
         return tuple(pair for pair in self.tied_pairs() if stage_of[pair[0]] != stage_of[pair[1]])
 
     def together_option(self, first: str, second: str) -> str | None:
-        """Return the `solve` option that keeps two layers in one stage; None if this stage would be the whole model."""
+        """Return the `solve` option that keeps two layers in one stage; None for the model's first and last layer."""
         names = [layer.name for layer in self.layers]
         num_layers = names.index(second) - names.index(first) + 1
         return None if num_layers == len(names) else f"`--together {first},{second}`"
@@ -163,9 +163,9 @@ class PlanLayout:
     def refuse_formula(self, engine: str, *, block_kind: str = "") -> None:
         """Raise UsageError if a formula computed the profile, and the engine cannot find the profile's blocks.
 
-        Most formulas give blocks names such as `block_3`, `encoder_3` or `decoder_3`, which are no module paths. An
-        engine can find such blocks only if its own model has the same kind of blocks. No error is raised for formulas
-        that use the module names of torchtitan.
+        Formulas of GPT and of encoder-decoders give blocks names such as `block_3`, `encoder_3` or `decoder_3`, which
+        are no module paths. An engine can find such blocks only if its own model has the same kind of blocks. No error
+        is raised for the other formulas, which use the module names of torchtitan.
 
         Args:
             engine: Name of the engine, for the message.
@@ -243,8 +243,8 @@ class PlanLayout:
 
 
 def refuse_tensor_parallel_or_sharded(engine: str, plan: Plan) -> None:
-    """Raise UsageError if the plan has tensor parallelism or a sharded optimizer, and the engine supports neither."""
-    if engine in (*_SHARING, "csv"):
+    """Raise UsageError if the engine does not support the plan's tensor parallelism or sharded optimizer."""
+    if engine in (*_SHARDING_ENGINES, "csv"):
         return
     if plan.tensor_parallel > 1:
         what, otherwise = f"{plan.tensor_parallel} GPUs share each layer", "with `--tensor-parallel 1`"
@@ -255,7 +255,7 @@ def refuse_tensor_parallel_or_sharded(engine: str, plan: Plan) -> None:
     name = "the bundled executor" if engine == "native" else f"`--format {engine}`"
     raise UsageError(
         f"in the plan, {what}, which {name} does not support",
-        hint=f"emit `--format {'`, `'.join(_SHARING)}`; or solve {otherwise}",
+        hint=f"emit `--format {'`, `'.join(_SHARDING_ENGINES)}`; or solve {otherwise}",
     )
 
 

@@ -131,7 +131,10 @@ def _expanded(repeat: re.Match[str], *, most: int) -> str:
 
 
 LayerGroup = tuple[str, int]
-"""Group of layers with one letter in a layout string: the letter (E, t, m or L), and the number of the block."""
+"""Letter of a layer in a layout string (E, t, m or L), and number of its block or multi-token prediction layer.
+
+The number is 0 for E and L. Consecutive layers with the same letter and number are written as one letter.
+"""
 
 
 def _layer_groups(layers: Sequence[LayerProfile]) -> list[LayerGroup]:

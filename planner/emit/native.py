@@ -25,7 +25,7 @@ To change it, edit the plan and emit again. train.py rejects a model with other 
 
 
 RepeatOptions = Callable[[Inputs, Device], tuple[str, ...]]
-"""Function (inputs of a plan, device of its profile) -> options of `solve` that make the plan again."""
+"""Function (inputs of a plan, device of its profile) -> options of `solve` to compute the plan again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +78,8 @@ def emit_native(
 
     Raises:
         UsageError: A plan does not match the profile, or has tensor parallelism or a sharded optimizer. Also raised if
-            the profile names no model, or a plan in `smaller` has another mini-batch size or not fewer processes.
+            the profile names no model, a plan in `smaller` has another mini-batch size or more processes than `plan`,
+            or two plans have equally many processes.
     """
     refuse_tensor_parallel_or_sharded("native", plan)
     layout = PlanLayout.of(plan, profile)
@@ -156,12 +157,12 @@ def emit_from_template(
     Args:
         layout: Plan with the layers of each stage.
         profile: Profile of the plan.
-        source: File and entry of the model, relative to the script's folder.
+        source: Python file and name of the model, such as `model.py:build_model`, relative to the script's folder.
         template: Package and file name of the template.
         script: Path of the script.
         use: Shell command that starts the training script.
         notes: Remarks about the files.
-        smaller: Numbers of processes of the plans for fewer processes.
+        smaller: Number of processes of each plan for fewer processes.
         planned: Predictions that a run compares with its measurements.
         **more: Values of the template's other placeholders.
 

@@ -44,7 +44,7 @@ def emit_split_spec(layout: PlanLayout) -> EngineFile:
     """Return a Python file with `SPLIT_SPEC` and the arguments of the schedule.
 
     Raises:
-        UsageError: A layer has no path.
+        UsageError: A layer has no module path.
     """
     plan = layout.plan
     begins = [stage[0] for stage in layout.module_paths(_NAME)[1:]]

@@ -56,8 +56,8 @@ def emit_torchtitan(layout: PlanLayout) -> EngineFile:
     """Return a Python file with the plan's values, and a function that puts them into a config.
 
     Raises:
-        UsageError: A layer has no path, its path is too deep for torchtitan, or torchtitan does not support the plan's
-            placement of stages.
+        UsageError: A layer has no module path, its path is too deep for torchtitan, or torchtitan does not support the
+            plan's placement of stages.
     """
     plan, paths = layout.plan, layout.module_paths(_NAME)
     for path in (path for stage in paths for path in stage):

@@ -1,7 +1,7 @@
 """Quantities with units, parsed from options and printed for people.
 
 Decimal and binary prefixes differ (`8GB` = 8·10^9 B, `8GiB` = 8·2^30 B). A number without a unit is rejected, because
-`--mem 8` is ambiguous. In error messages, the text `before` comes before the quantity: `--mem `.
+`--mem 8` is ambiguous. In error messages, parsers write their argument `before` (such as `--mem `) before the quantity.
 """
 
 import math
@@ -223,7 +223,7 @@ def _three_digits(value: float) -> str:
 
 
 def decimals_for_three_digits(value: float) -> int:
-    """Return the number of decimals, 0 to 2, with which `value` is written with three significant digits."""
+    """Return the number of decimals, at most 2, for three significant digits: 2 for 1.23, 1 for 12.3, 0 for 123."""
     for digits in (2, 1):
         if len(f"{value:.{digits}f}".lstrip("-").replace(".", "")) <= 3:
             return digits

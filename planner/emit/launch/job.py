@@ -127,7 +127,7 @@ def launch_job(plans: Sequence[Balance], inputs: Inputs, *, script: str, nodes: 
         nodes: Available nodes; defaults to those in `inputs`.
 
     Raises:
-        UsageError: The nodes have too few devices, or cannot share the processes evenly.
+        UsageError: The nodes have too few devices, or no number of nodes can run equally many processes on each node.
     """
     first = plans[0]
     available = _planned_nodes(inputs, first) if nodes is None else nodes

@@ -15,7 +15,7 @@ class ExplorerRequest:
     micro_batches: tuple[int, ...]
     """Numbers of micro-batches that the interactive report offers."""
     command: tuple[str, ...]
-    """Parts of the `solve` command that makes the plan again, without options that the report can change."""
+    """Parts of the `solve` command that computes the plan again, without options that the report can change."""
     place: str = "plan.yaml"
     """Path of the plan file, for the `check` command in the interactive report."""
     caveats: tuple[str, ...] = ()
