@@ -149,10 +149,11 @@ RULES: Final = (
         severity="error",
         title="the model is no longer the profiled one",
         meaning="The model file given by `--model`, built without weights, differs from the model behind the profile: "
-        "a layer was added, removed or changed, or computes something else. If no layer has changed its name, class or "
-        "shapes, operators are compared only if the profile was made on a CPU with the same version of torch.",
-        why="Memory and time in the profile are those of the old model, and the equivalence check was, too. The plan "
-        "may no longer fit. If names, classes or shapes have changed, `train.py` refuses to run.",
+        "a layer was added, removed or changed, or computes something else. If layers have the same names, classes and "
+        "shapes as before, changed operators are found only if the profile was made on a CPU with the same version of "
+        "torch.",
+        why="Memory and time in the profile, and the result of the equivalence check, are those of the old model. The "
+        "plan may no longer fit. If names, classes or shapes have changed, `train.py` refuses to run.",
         remedy="Profile the current model, solve again, and commit both files with the change to the model.",
     ),
     Rule(
@@ -184,21 +185,22 @@ RULES: Final = (
         severity="note",
         title="not every cut was compared with the model",
         meaning="Some cuts, or the optimizer, were not compared with the unpartitioned model, because time or memory "
-        "ran out. The finding gives their number.",
+        "ran out. The finding gives the number of compared cuts.",
         why="Stages at a cut that was not compared may train with wrong gradients, without an error message.",
         remedy="Profile with more time (`--proof-budget 300s`), or on a machine with more memory. Or profile the model "
         "with fewer layers of the same kinds (`--set layers=4`). This smaller model has the same kinds of cuts, so its "
-        "comparison is evidence for the large model, too. The note remains.",
+        "comparison is evidence for the large model, too, but `check` still reports this note.",
     ),
     Rule(
         code="GP401",
         severity="note",
         title="a stage needs more memory than before",
         meaning="Compared with the plan given by `--against`, the predicted memory of a stage has grown.",
-        why="The device may still fit its limit. Unintended growth is best noticed in the change that causes it.",
+        why="The stage may still be within its memory limit. Unintended growth is best noticed in the change that "
+        "causes it.",
         remedy="Read the table of stages that `check` prints: bytes before, now, and the difference. This note does "
-        "not make the check fail. A stage's memory makes it fail only if it exceeds the limit or, with `--strict`, if "
-        "less memory than `--headroom` stays free.",
+        "not make the check fail. Because of memory, the check fails only if a stage exceeds its limit or, with "
+        "`--strict`, leaves less memory free than `--headroom`.",
     ),
     Rule(
         code="GP402",
