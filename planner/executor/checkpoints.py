@@ -259,7 +259,11 @@ class Checkpoints:
         )
 
     def _warn_of_unsaved_state(self) -> None:
-        """Warn about changed state that is not in the checkpoints: once, and when layers have registered tensors."""
+        """Warn about state that changes in training and is not in the checkpoints.
+
+        Only the first call looks for changed state. Every call looks for parameters and persistent buffers that layers
+        have registered since the previous call.
+        """
         own = [*self._unsaved_state.late_tensors(), *([] if self._is_warned else self._unsaved_state.changed())]
         self._is_warned = True
         self.wait_until_written()  # no other thread may exchange values now

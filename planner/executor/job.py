@@ -28,7 +28,7 @@ from planner.model.precision import reload_model
 
 @dataclass(frozen=True, kw_only=True)
 class RankJob:
-    """Balance configuration, device, and place in the pipeline of one process."""
+    """Settings of one process: its balance configuration, its device, and its place in the pipeline."""
 
     balance: Balance
     seed: int

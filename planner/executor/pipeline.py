@@ -109,7 +109,7 @@ class Pipeline:
             self.meta_model = self._assembly.whole_model
             """The whole model on the meta device: its tensors have shapes, but no values, and get no gradients."""
             self.canonical_names = self._assembly.canonical_names
-            """First name in the model's state dict of every name of a tensor."""
+            """Map from each name in the model's state dict to the first name of the same tensor."""
             self.losses = self._trainer.losses
             """Loss of every step of this process."""
         except BaseException:

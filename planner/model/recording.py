@@ -1,7 +1,7 @@
 """Recording of one forward of a model: calls of modules, operators, and the dependencies between tensors.
 
-A position counts events: every operator, and every begin and end of a module's forward. If a module has submodules,
-the begin and end of each torch function that its own code calls are events, too.
+A position counts events: every operator, and every start and end of a module's forward. If a module has submodules,
+the start and end of each torch function that its own code calls are events, too.
 
 Tensors are tracked by storage, because a write through one view changes all views of the same storage. Every write
 makes a new version of the storage. The versions form a directed acyclic graph, with edges from the versions that an

@@ -66,13 +66,13 @@ _LATE_S = 0.25
 
 @dataclass(frozen=True, kw_only=True)
 class LayerStart:
-    """Point in a forward at which a layer starts: the begin of a call of a module, or its end."""
+    """Point in a forward at which a layer starts: the start or the end of a module call."""
 
     path: str
     call: int
     """1 for the first call of the module `path` in a forward, 2 for its second call, and so on."""
     at_end: bool
-    """True if the layer starts at the end of the call, False if at its begin."""
+    """True if the layer starts at the end of the call, False if at its start."""
 
 
 @dataclass(frozen=True, kw_only=True)

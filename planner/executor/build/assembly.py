@@ -57,7 +57,7 @@ class ProcessStages:
         self._chain = structure or build_structure(model)
         check_same_model(balance, model, self._chain)
         self.canonical_names = canonical_names(self._chain.model)
-        """First name of every name in the state dict. A tied tensor has several names."""
+        """Map from each name in the state dict to the first name of the same tensor, which may be tied."""
         cuts = list(accumulate(balance.balance, initial=0))
         self._ranges = [StageRange(cuts[k], cuts[k + 1], bool(balance.stages[k].recomputed)) for k in place.stages]
         # Shapes and engine of a smaller last mini-batch are made when it occurs.
@@ -90,7 +90,7 @@ class ProcessStages:
             equalize_copies(self._tensors_by_first_name())
         self.replicas = self._replica_gradients()
         self.shared_values: SharedValues | None = None
-        """Values that layers on other ranks may read, too; None if they need no check."""
+        """Check of Python values that several ranks use; None in a pipeline of one rank or in the equivalence check."""
         self.is_equivalence_check = structure is not None
         if place.num_devices > 1 and not self.is_equivalence_check:  # which compares them itself
             loss_fn = model.loss_fn if place.is_last else None
@@ -114,7 +114,7 @@ class ProcessStages:
 
     @cached_property
     def _first_names(self) -> dict[str, str]:
-        """First name in the whole model of every name of a parameter. A tied parameter has several names."""
+        """Map from each parameter name in the whole model to the first name of the same parameter."""
         first: dict[int, str] = {}
         parameters = self._chain.model.named_parameters(remove_duplicate=False)
         return {name: first.setdefault(id(parameter), name) for name, parameter in parameters}

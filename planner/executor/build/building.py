@@ -44,7 +44,10 @@ class StageRange(NamedTuple):
     """True if `layers_of` must return every layer as a separate module."""
 
     def layers_of(self, chain: Chain) -> tuple[Layer, ...]:
-        """Return the layers of this stage, in one module if the model is not a plain `nn.Sequential`."""
+        """Return the layers of this stage.
+
+        If the model is not a plain `nn.Sequential` and `apart` is false, one module contains all these layers.
+        """
         if chain.outline is None or self.apart:
             return chain.layers[self.first : self.end]
         return (Layer(chain.names[self.first], chain.stage(self.first, self.end)),)

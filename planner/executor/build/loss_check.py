@@ -52,7 +52,7 @@ _MOST_S: Final = 3.0
 """Upper bound on the seconds of the first forward; the losses of slower models are not compared."""
 
 _LEAST_LOSS: Final = 1e-2
-"""Losses below this size may have the rounding error of a loss of this size."""
+"""Smallest loss to which the tolerance is relative. All smaller losses have the same absolute tolerance."""
 
 _UNSEEN: Final = 1e-3
 """Accepted error of the mean of two losses, as a share of the difference between these losses."""

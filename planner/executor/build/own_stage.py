@@ -25,9 +25,9 @@ from planner.model.ghosts import storage_key
 from planner.model.module_tensors import replace_tensors
 from planner.model.seeding import seed_process
 
-_UNNUMBERED = (torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.prim.device.default)
-"""Operators that copy no values. They get no number, because the two builds in `build_with_values` may call them a
-different number of times."""
+_UNRECORDED = (torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.prim.device.default)
+"""Operators that copy no values. They are not recorded, because the two builds in `build_with_values` may call them
+a different number of times."""
 
 _DRAWS_BY_SHAPE = frozenset(
     f"aten::{name}"
@@ -104,9 +104,9 @@ class _StorageRecorder(TorchDispatchMode):
         self._alive: list[Tensor] = []  # a storage's address identifies the storage only while it is allocated
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Number only operators that both builds call in the same order.
+        # Record only operators that both builds call in the same order.
         result = _run_on_fake(self.fake, func, args, kwargs or {})
-        if func in _UNNUMBERED:
+        if func in _UNRECORDED:
             return result
         operands, results = tensors_in_value((args, kwargs)), tensors_in_value(result)
         self._alive.extend((*operands, *results))
@@ -142,7 +142,7 @@ class _PartialReplay(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _UNNUMBERED:
+        if func in _UNRECORDED:
             return func(*args, **kwargs)
         number, self.number = self.number, self.number + 1
         if number >= len(self._names) or self._names[number] != str(func):

@@ -93,7 +93,8 @@ def check_equivalence(
         budget_s: Approximate time limit in seconds. Cuts for which no time remains are not compared.
         digests: Function that returns a digest of each layer's operators. Layers with equal digests count as equal.
         cuts: Cuts to compare. Cut i is between layers i - 1 and i. None compares one cut of each class of equivalent
-            cuts. Two cuts are equivalent if the layers before them are equal, and the layers after them are equal.
+            cuts. Two cuts are equivalent if the layers directly before them are equal, and the layers directly after
+            them are equal.
         progress: Function that is called with a text about the current activity.
 
     Returns:

@@ -190,10 +190,12 @@ class _SharedValues:
         self._kept |= {name for name, value in self._after_forward.items() if value != before.get(name, value)}
 
     def check(self, index: int, forward: int) -> None:
-        """Raise an error if layer `index` changed a variable that another layer reads, unless `forward` is 0."""
+        """Raise an error if layer `index` changed a variable that another layer reads.
+
+        Changes in forward 0, the first forward, are accepted, because they may fill a cache.
+        """
         before, self._values = self._values, self._find()
         after = without_leftover_tensors(self._values, self._kept)
-        # Forward 0 may change values, to fill a cache.
         for name in (name for name, value in after.items() if forward and value != before.get(name)):
             file, _, variable = name.removesuffix(TENSOR).rpartition(":")
             used = f"{file}:{variable.partition('.')[0]}"

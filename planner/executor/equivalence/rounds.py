@@ -50,7 +50,7 @@ _HINTS = {"modified by an inplace operation": _IN_PLACE_HINT, "ended by SIGSEGV"
 """Hints, by a text that occurs in the error message of a child process."""
 
 _DRAWS = 2  # one is not enough, because a change may or may not flip a ReLU
-"""Number of random changes of the parameters with which the amplification of rounding errors is measured."""
+"""Number of random changes of all parameters, to measure how much the model amplifies rounding errors."""
 
 
 class CutFailure(NamedTuple):
@@ -204,9 +204,12 @@ class EquivalenceRound:
         return _GroupResult(without_recomputation, wrong=wrong or dict.fromkeys(cuts, still))
 
     def _problem_of_merged_stages(self, cuts: Sequence[int], differences: Sequence[StageDifferences]) -> CutFailure:
-        """Merge stages that no backward reaches with their next stage, compare again, and return the problem.
+        """Merge each stage that no backward reaches into its next stage, and compare again.
 
-        Such a stage is not recomputed alone, only together with later layers.
+        A stage that no backward reaches is not recomputed. Its layers are recomputed only in a stage with later layers.
+
+        Returns:
+            Problem with the remaining cuts; empty if there is none, or if a backward reaches every stage.
         """
         reached = [cut for cut, rank in zip(cuts, differences, strict=False) if rank.receives_gradients]
         return CutFailure() if len(reached) == len(cuts) else self._compare_pipeline(reached, "except-last")[1]

@@ -36,7 +36,7 @@ _FEW_PARAMETERS = 5_000_000
 _MICRO_BATCHES = 2
 
 _MANY_PARAMETERS = 20_000_000
-"""Models with more parameters are compared without most of their repeated layers."""
+"""Number of parameters above which the equivalence check leaves out most repeated layers of a model."""
 
 _MOST_BYTES = 1_600_000_000
 """Upper bound on the bytes of parameters, gradients and optimizer state of all processes that train at a time."""
@@ -67,8 +67,8 @@ class CheckRequest:
 class EquivalentCuts:
     """Classes of equivalent cuts of a chain. The equivalence check compares the first cut of each class.
 
-    A cut is the index of the layer after it. Two cuts are equivalent if their previous layers are equal, their next
-    layers are equal, and these layers receive tensors of equal shapes and dtypes.
+    A cut is the index of the layer after it. Two cuts are equivalent if the layers directly before them are equal, and
+    the layers directly after them are equal. Equal layers also receive tensors of equal shapes and dtypes.
     """
 
     classes: tuple[tuple[int, ...], ...]
@@ -240,7 +240,8 @@ def _bytes_of(chain: Chain) -> int:
 def layer_starts(chain: Chain) -> tuple[LayerStart | None, ...]:
     """Return the point in a forward at which each layer starts, for all layers except the first.
 
-    Each point is the begin or the end of a module call. It is None if no module call ends there and none begins later.
+    Each point is the start or the end of a module call. It is None if no module call ends at the cut before the layer,
+    and none starts after the cut.
     """
     if chain.outline is None:
         seen: list[int] = []
@@ -254,7 +255,7 @@ def layer_starts(chain: Chain) -> tuple[LayerStart | None, ...]:
 
 
 def _call_at(calls: Sequence[ModuleCall], cut: int) -> LayerStart | None:
-    """Return the start of a layer: the end of a call just before the cut, else the begin of the next call, else None.
+    """Return the start of a layer: the end of a call just before the cut, else the start of the next call, else None.
 
     Args:
         calls: Module calls in a recorded forward.

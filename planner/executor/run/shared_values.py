@@ -47,7 +47,7 @@ Numbers = Mapping[str, Mapping[str, float]]
 
 
 class SharedValues:
-    """Values in this process that layers on other ranks may read, too.
+    """Check of Python values that layers on several ranks use. Each rank has a copy of these values.
 
     Args:
         model: The whole model.

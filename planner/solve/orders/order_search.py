@@ -298,7 +298,7 @@ def _round_trip_us(times: Sequence[StageTimes], stage: int) -> float:
 
 
 def _in_flight_per_round_trip(problem: OrderProblem) -> tuple[float, ...]:
-    # For each stage: time from the begin of a forward to the end of the same micro-batch's input gradient, divided by
+    # For each stage: time from the start of a forward to the end of the same micro-batch's input gradient, divided by
     # the time that the slowest device needs for a micro-batch.
     pace_us = max(
         sum(t.forward_us + t.input_backward_us + t.weight_backward_us for t in (problem.times[s] for s in chunks))

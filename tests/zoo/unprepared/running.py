@@ -100,7 +100,7 @@ class _Trained:
     tensors: Mapping[str, Tensor]
     initial: Mapping[str, Tensor] = field(default_factory=dict)
     canonical_names: Mapping[str, str] = field(default_factory=dict)
-    """First name of every tensor that has several."""
+    """Map from each name of a tensor to the first name of the same tensor."""
 
 
 def try_model(model: UnpreparedModel, *, num_pipelines: int | None = None) -> Outcome:
