@@ -43,15 +43,15 @@ class MiniBatches:
         self._job, self._model = job, model
         self._loader: ResumableLoader | None = None
         self._loader_state: Mapping[str, Any] | None = None
-        """Loader state of a checkpoint, until the script passes the loader."""
-        self._passed: Iterable[Any] | None = None
-        """Loader that the script has passed last."""
+        """Loader state of a checkpoint, until `batches_of_steps` draws from a loader."""
+        self._last_loader: Iterable[Any] | None = None
+        """Latest loader that `batches_of_steps` has received."""
         self._num_loaders = 0
-        """Number of loaders that the script has passed, such as one for each epoch or for each phase of training."""
+        """Number of loaders that `batches_of_steps` has received, such as one for each epoch or training phase."""
         self._is_first = True
-        """True if this process has neither drawn a mini-batch nor skipped a finished phase without a loader."""
+        """True until this process draws a mini-batch, or skips a finished training phase that uses no loader."""
         self._checksums: BatchChecksums | None = None
-        """Checksums of the next step's mini-batch, if possible with the samples of all replicas."""
+        """Checksums of the next step's whole mini-batch if `own_part` got it, else of this replica's part."""
         self._is_compared = False
         """True if the ranks have compared all elements of a mini-batch since the start or the resume of the run."""
 
@@ -68,8 +68,8 @@ class MiniBatches:
         """
         drawn: Iterator[Any]
         own_part = self.own_part
-        if loader is not None and loader is not self._passed:
-            self._passed, self._num_loaders = loader, self._num_loaders + 1
+        if loader is not None and loader is not self._last_loader:
+            self._last_loader, self._num_loaders = loader, self._num_loaders + 1
         if begin >= end:
             self._skip_finished(loader)
             return
@@ -160,9 +160,9 @@ class MiniBatches:
         return list(mini_batch_parts(batch, size, self._job.micro_batch_size))
 
     def loss_item_counts(self, parts: Sequence[MiniBatchPart]) -> list[float]:
-        """Return the number of items over which the loss of each micro-batch is a mean.
+        """Return, for each micro-batch, the number of items that its loss averages over.
 
-        Items are samples, labels, or what `loss_count` counts. Without the last stage, the list is empty.
+        Items are samples, labels, or what `loss_count` counts. On ranks without the last stage, the list is empty.
         """
         if not self._job.place.is_last:
             return []
@@ -215,7 +215,10 @@ class MiniBatches:
         return bool(self._model.counted_labels) and isinstance(inputs, dict) and "labels" in inputs
 
     def _skip_finished(self, loader: Iterable[Any] | None) -> None:
-        """Skip the loader of a finished phase. The checkpoint may have the state of a later loader."""
+        """Skip a training phase whose steps were completed before the resume.
+
+        If the checkpoint has the state of this phase's loader, restore the loader's random generators.
+        """
         if loader is None:
             self._is_first = False  # the next loader begins at its first batch
         elif self._loader_state is not None and self._loader_state.get("number") == self._num_loaders:

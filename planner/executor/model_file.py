@@ -1,4 +1,8 @@
-"""Model file of a run. Changes that the training script makes to its module take effect, or raise an error."""
+"""Model file of a run, which the training script may import and change.
+
+If the script replaces a function, or a variable that the file sets to a literal, the run uses the new value or raises
+an error.
+"""
 
 import ast
 import importlib.util
@@ -21,10 +25,12 @@ class ModelFile:
         self._functions = self._functions_now()
 
     def load(self, load: Callable[[], LoadedModel]) -> LoadedModel:
-        """Return the model that `load` returns. If the script imports the file later, it gets the same module.
+        """Call `load`, which runs the model file, and return its result.
+
+        If the script imports the file later, the import returns the module in which `load` has run the file.
 
         Raises:
-            UsageError: The script has imported the file, and changed a variable or function that `load` sets again.
+            UsageError: The script has imported the file, and changed a function or literal, which `load` would reset.
         """
         name = self._path.stem
         if self._module is sys.modules.get(name):
@@ -59,9 +65,10 @@ class ModelFile:
 
 
 def _changed_names(path: Path, module: ModuleType) -> Iterator[str]:
-    """Yield names of the file's constants and functions that have another value in its imported module.
+    """Yield names of constants and functions whose value in `module` is not the one that the file `path` defines.
 
-    Only values are compared that the file alone cannot change: literals and functions whose name it defines once.
+    Only literals and functions whose name the file sets once are compared. If such a value differs, the script has
+    changed it.
     """
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -90,7 +97,10 @@ def _defined_names(node: ast.AST) -> list[str]:
 
 
 def _constants(statement: ast.stmt, path: Path) -> Iterator[tuple[str, Callable[[Any], bool]]]:
-    """Yield the name that a statement defines, and a function that tells whether a value is the defined one."""
+    """Yield the name of the function or literal that a statement defines, and a predicate for the name's present value.
+
+    The predicate returns True if the value is a function of the file, or equals the literal.
+    """
     if isinstance(statement, ast.FunctionDef) and not statement.decorator_list:
         yield (
             statement.name,

@@ -78,7 +78,7 @@ class Pipeline:
         """Functions to call on all ranks when the loop has ended (`pipeline_script` calls them)."""
         self.at_close: list[Callable[[], None]] = []
         self.runs: list[ProcessRun] = []
-        """Actions of every process in the last steps; on rank 0, once there is a report."""
+        """Recorded actions of all processes in the last steps. On rank 0, `report` fills this list."""
         torch.set_num_threads(job.balance.threads)
         if built is None and not kind_of(job.device).has_own_memory:
             keep_freed_memory()
@@ -199,10 +199,11 @@ class Pipeline:
         self._used.begin(state.get("num_used", 0))
 
     def batches(self, steps: int, loader: Iterable[Any] | None = None) -> Iterator[Batch]:
-        """Yield this rank's parts of the mini-batches, until the whole run has had `steps` of them.
+        """Yield this rank's part of each mini-batch, until the run has had `steps` mini-batches.
 
         Args:
-            steps: Number of mini-batches of the whole run: of steps, unless a step uses several.
+            steps: Number of mini-batches, including those before a resume. It is the number of steps, unless a step
+                uses several mini-batches.
             loader: Iterable of whole mini-batches `(inputs, targets)`, the same on every rank. It is iterated again for
                 each epoch, and continues within an epoch after a resume. The default is the model's `train_batches`, or
                 its `example_batch` if the model has no `train_batches`.

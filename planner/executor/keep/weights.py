@@ -28,7 +28,7 @@ _NESTED = ("model", "state_dict", "model_state_dict")
 
 
 def canonical_names(model: nn.Module) -> dict[str, str]:
-    """Return the first name of the same tensor for each name in a model's state dict. Hooks have no effect."""
+    """Map each name in a model's state dict to the first name of its tensor. State-dict hooks are not called."""
     first: dict[tuple[Any, ...], str] = {}
     return {
         name: first.setdefault(memory_key(tensor) if tensor.numel() else (name,), name)

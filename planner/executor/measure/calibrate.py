@@ -50,7 +50,7 @@ class MeasuredExecutor(NamedTuple):
 
     cost: ExecutorCost
     is_alone: bool
-    """True if no other program slowed the processes down. Only such a cost is stored."""
+    """True if no other program slowed the processes down. Otherwise, `executor_cost` does not store the cost."""
 
 
 def executor_cost(cache: Path, *, warn: Callable[[str], None]) -> ExecutorCost:

@@ -116,7 +116,7 @@ class RunRecorder:
         return self._memory.paused()
 
     def close(self) -> None:
-        """Stop recording. On the CPU, set `peak` to the peak memory so far if it was not read yet."""
+        """Stop recording. On the CPU, set `peak` to the peak memory so far, unless `step` has set it."""
         self.peak = self._memory.close() or self.peak
 
     def _record_times(self, kind: RunSpanKind, work: Callable[[], Any], stage: int, micro_batch: int) -> Any:

@@ -78,7 +78,7 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class StepWaits:
-    """Times of one step in which the processes of a pipeline do not compute."""
+    """Idle times, transfers and overhead of a pipeline's processes in one step."""
 
     window_ns: int
     """Length of the analyzed period, which is the same for all processes."""

@@ -24,7 +24,7 @@ UNCOUNTED: Final = object()
 
 
 def loss_counts(loss_count: Callable[[Any], Any], targets: Sequence[Any], source: str) -> list[float]:
-    """Return the number of items, such as labels, over which the loss of each micro-batch is a mean.
+    """Return, for each micro-batch, the number of items, such as labels, that its loss averages over.
 
     Args:
         loss_count: Function of the model file that returns the number of items for the targets of a micro-batch.
@@ -54,7 +54,7 @@ def loss_weights_of_parts(
 
     Args:
         parts: Parts of a mini-batch.
-        counts: Number of items over which each micro-batch's loss is a mean; empty on ranks without the last stage.
+        counts: Number of items that each micro-batch's loss averages over; empty on ranks without the last stage.
         total: Sum of the counts of all replicas. Weights are counts divided by this sum.
 
     Returns:
