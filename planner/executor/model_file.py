@@ -1,7 +1,7 @@
 """Model file of a run, which the training script may import and change.
 
-If the script replaces a function, or a variable that the file sets to a literal, the run uses the new value or raises
-an error.
+`pipeline_script` runs the file again, so earlier changes of the imported module are lost. If a literal or a function
+was changed, an error reports it. Changes in the block of `pipeline_script` take effect, or raise an error.
 """
 
 import ast
@@ -67,8 +67,8 @@ class ModelFile:
 def _changed_names(path: Path, module: ModuleType) -> Iterator[str]:
     """Yield names of constants and functions whose value in `module` is not the one that the file `path` defines.
 
-    Only literals and functions whose name the file sets once are compared. If such a value differs, the script has
-    changed it.
+    Only literals and undecorated functions whose name the file sets once are compared. If such a value
+    differs, the script has changed it.
     """
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"))
