@@ -348,7 +348,7 @@ class Pipeline:
     def close(self) -> None:
         """Leave the job.
 
-        If no error is being handled, first wait until every rank has ended its loop and has the last loss.
+        If no error is being handled, first wait until every rank has ended its loop and received its last loss.
 
         Raises:
             TrainingError: Another rank begins a step, an evaluation or a checkpoint.

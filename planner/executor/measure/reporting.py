@@ -92,7 +92,7 @@ def clock_offset_ns(
     Args:
         rank: Rank of this process: 0 or `peer`.
         peer: Rank whose clock is compared with that of rank 0.
-        device: Device of the messages.
+        device: Device of the tensors that ranks exchange.
         clock_ns: Function that reads the clock, in nanoseconds.
 
     Returns:

@@ -83,7 +83,7 @@ class PhaseAgreement:
     Args:
         place: Place of this process in the job.
         groups: Process groups of this process.
-        device: Device of the messages.
+        device: Device of the tensors that ranks exchange.
         activity: Activity of this rank, for error messages.
         script: Record of what the training script has done on this rank, to compare with other ranks.
     """

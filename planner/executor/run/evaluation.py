@@ -150,7 +150,7 @@ def mean_results(
         observed: Metrics of this rank's micro-batches; read on the last stage only.
         place: Place of this process in the job.
         groups: Process groups of this process.
-        device: Device of the messages.
+        device: Device of the tensors that ranks exchange.
     """
     box: list[Any] = [None]
     if place.is_last:

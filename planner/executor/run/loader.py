@@ -103,8 +103,8 @@ class ResumableLoader:
         """Restore a position that `state_dict` returned. Call this method before the first batch is drawn.
 
         Raises:
-            UsageError: The user's loader differs from the one in the checkpoint, or it can be iterated only once and
-                the checkpoint has the position of a later loader.
+            UsageError: The user's loader differs from the one in the checkpoint. Or this loader can be iterated only
+                once, and the checkpoint was saved when the run used a later loader.
         """
         if not state["begun"]:  # nothing was drawn yet
             return

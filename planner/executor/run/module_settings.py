@@ -88,9 +88,9 @@ class ModuleSettings:
 
 
 def _modules_in_attributes(model: nn.Module, running: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield path and module of modules in plain attributes of `running` modules, and of their submodules.
+    """Yield (path, module) for the modules in plain attributes of the `running` modules, with their submodules.
 
-    The attribute of the same name in `model` tells the path.
+    The `running` modules are copies of modules in `model`. The path is that of the corresponding module in `model`.
     """
     path_of = {id(module): path for path, module in model.named_modules()}
     seen = {id(module) for module in running.values()}
@@ -104,7 +104,7 @@ def _modules_in_attributes(model: nn.Module, running: Mapping[str, nn.Module]) -
 
 
 def _pairs_in_attributes(one: nn.Module, other: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
-    """Yield the modules in the plain attributes of two copies of a module, and their submodules, in pairs."""
+    """Yield pairs of corresponding modules in plain attributes of `one` and of its copy `other`, with submodules."""
     for name, value in vars(other).items():
         leaves = (
             [] if name in OF_EVERY_MODULE else zip(tree_leaves(vars(one).get(name)), tree_leaves(value), strict=False)

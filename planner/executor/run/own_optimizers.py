@@ -37,10 +37,10 @@ class OwnOptimizers:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Allow all steps in the `with` block.
+        """Allow the steps of all optimizers in the `with` block.
 
-        It runs layers, whose optimizers the equivalence check has compared, or an optimizer of `pipeline.optimizer`,
-        which may call others.
+        The block runs layers, or builds or steps an optimizer of `pipeline.optimizer`. Layers may have optimizers,
+        which the equivalence check has compared. An optimizer of `pipeline.optimizer` may call other optimizers.
         """
         was_paused, self._is_paused = self._is_paused, True
         try:

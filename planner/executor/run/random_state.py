@@ -1,4 +1,4 @@
-"""Seeds for the random draws of a step, such as dropout: one seed for every step, layer and micro-batch.
+"""Seeds for random draws such as dropout. Each combination of step, layer and micro-batch has its own seed.
 
 The draws do not depend on cuts, schedule or recomputation, so the unpartitioned model can draw the same numbers.
 """
@@ -29,7 +29,7 @@ class StepSeeds:
     step: int
     """Index of the step since the start of training."""
     first_micro_batch: int = 0
-    """Index of the first micro-batch of the current part of the mini-batch, counted over all replicas of the step."""
+    """Index of the first micro-batch in this part of the mini-batch, among those of all replicas in the step."""
 
     def seed_generators(self, layer: int, micro_batch: int) -> None:
         """Seed this process's random generators for a layer and a micro-batch."""
@@ -86,7 +86,7 @@ class HostRandomStates(NamedTuple):
 
 
 class SeparateRandomStates:
-    """Random states for use inside `with` blocks. Each block continues from the end of the previous block."""
+    """Random states of the generators in `with` blocks. A block continues the random sequence of the previous block."""
 
     def __init__(self, states: HostRandomStates) -> None:
         self.states = states

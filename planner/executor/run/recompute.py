@@ -30,7 +30,7 @@ class RecomputedLayer:
     """Properties of a recomputed layer that must be known before the layer runs."""
 
     copies_input: bool
-    """True if the layer needs a copy of its input, because the layer or a later layer writes into the tensors."""
+    """True if the layer must copy its input tensors, because this layer or a later layer writes into them."""
     carries: tuple[bool, ...]
     """True for each output tensor that requires a gradient."""
 

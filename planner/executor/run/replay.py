@@ -90,7 +90,7 @@ class _StateTensors:
     cloned: list[Tensor]
     """State tensors of which a copy-on-write clone is stored."""
     addresses: list[int]
-    """Memory addresses of `cloned`. A tensor that is written gets another address, as its clone keeps the memory."""
+    """Memory addresses of `cloned`. A write moves the tensor to another address; its clone stays at the old address."""
     others: list[_Entry]
     """Entries that have no copy-on-write clone."""
 
@@ -118,7 +118,7 @@ class _Snapshot(NamedTuple):
     tensors: _StateTensors
     numbers: list[Any]
     structure: list[Any]
-    """Numbers of hooks, classes of submodules, and `id()` of trained parameters, of all modules."""
+    """Number of hooks of each module, class of each submodule, and `id()` of each trained parameter."""
     versions: list[int]
     """Autograd's version counters of trained parameters."""
 
@@ -133,7 +133,7 @@ class LayerState:
         self._owners = [owner for owner in stateful_modules(layers) if only is None or owner.path in only]
         self._modules = [owner.module for owner in self._owners]
         self._usual = [each.module for each in self._owners if not (each.elsewhere or each.tensors)]
-        """Modules whose tensors are all parameters or buffers of their layers. Nearly all modules are of this kind."""
+        """Modules without tensors in plain attributes and without tensors of other layers; nearly all modules."""
         self._unusual = [each for each in self._owners if each.elsewhere or each.tensors]
         self._numbers = [(vars(owner.module), name) for owner in self._owners for name in owner.numbers]
         self._hooks = [getattr(module, name) for module in self._modules for name in HOOKS]
@@ -143,7 +143,10 @@ class LayerState:
         self._rewritten: set[tuple[int, str]] = set()
         """Keys of the entries that a forward has changed. Later forwards do not compare their values."""
         self._writes_parameters: bool | None = None
-        """True if the first forward that can be recomputed wrote into trained parameters: `profile` has checked it."""
+        """True if the first recomputable forward wrote into trained parameters; None before that forward.
+
+        If it did, later forwards may write into them as well, because `profile` has verified such layers.
+        """
 
     def release_snapshot(self) -> None:
         """Release the last snapshot."""

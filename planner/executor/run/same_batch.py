@@ -24,7 +24,7 @@ class BatchChecksums(NamedTuple):
 
     @classmethod
     def of(cls, batch: Batch, *, is_whole: bool, reads_all: bool) -> "BatchChecksums":
-        """Return checksums of all elements if `reads_all`, else of some elements of each tensor in host memory."""
+        """Return checksums of all elements; without `reads_all`, of some elements of the tensors in host memory."""
         inputs, targets = (_checksum_of(value, reads_all=reads_all) for value in batch)
         return cls(inputs, targets, is_whole)
 
@@ -39,7 +39,10 @@ class BatchChecksums(NamedTuple):
 
 NO_CHECKSUMS = BatchChecksums(0, 0)
 _NUM_ELEMENTS = 16
-"""Number of elements of each tensor's first sample, and of its last sample, that are read after the first step."""
+"""Number of elements that are read from a tensor's first sample, and also from its last sample.
+
+The first step, and the first step after a resume, read all elements.
+"""
 
 
 def _checksum_of(value: Any, *, reads_all: bool) -> int:

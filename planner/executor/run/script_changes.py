@@ -72,7 +72,10 @@ class ScriptChangeRecorder:
         self._random = 0
         self._has_batch = False  # from `Pipeline.batches`, for the next step
         self._ratios: dict[str, float] = {}
-        """By factor of `ScriptChanges`: its ratio to that of the previous rank, when both were first not 0."""
+        """Ratio of this rank's factor to the previous rank's, for each factor in `ScriptChanges`.
+
+        A ratio is computed once, in the first step in which both factors are not 0.
+        """
         self.changes = NO_CHANGES
 
     def begin_block(self) -> None:

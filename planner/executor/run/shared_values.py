@@ -54,7 +54,7 @@ class SharedValues:
         stages: Stages of this process.
         loss_fn: Loss function on the last stage; None on other stages.
         group: Processes of this replica; None for all processes.
-        device: Device of the messages.
+        device: Device of the tensors that ranks exchange.
     """
 
     def __init__(
