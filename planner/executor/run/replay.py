@@ -145,7 +145,7 @@ class LayerState:
         self._writes_parameters: bool | None = None
         """True if the first recomputable forward wrote into trained parameters; None before that forward.
 
-        If it did, later forwards may write into them as well, because `profile` has verified such layers.
+        If it did, later forwards may write into them as well, because the equivalence check has compared these layers.
         """
 
     def release_snapshot(self) -> None:
