@@ -104,7 +104,7 @@ _UNROUNDED = ("inputs", "device", "settings", "proof")
 
 
 def rounded(value: Any) -> Any:
-    """Return nested lists and mappings with floats rounded as in files."""
+    """Return nested lists and mappings with floats rounded as they are written to files."""
     if isinstance(value, dict):
         return {key: item if key in _UNROUNDED else _round_to(item, _digits(key)) for key, item in value.items()}
     return [rounded(item) for item in value] if isinstance(value, list) else value

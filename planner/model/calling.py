@@ -30,7 +30,10 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def modules_not_inside_compiled(model: nn.Module) -> list[nn.Module]:
-    """Return the modules of a model without those inside compiled modules, in which no cut may be."""
+    """Return the modules of a model, except the submodules of compiled modules.
+
+    A model cannot be cut inside a compiled module.
+    """
     inside = {id(m) for outer in model.modules() if is_compiled(outer) for m in outer.modules() if m is not outer}
     return [module for module in model.modules() if id(module) not in inside]
 

@@ -9,7 +9,7 @@ code that reads it must be in the same stage:
 
 One recorded forward shows which tensors are written in place. A tensor that is assigned to an attribute (`self.h = h`)
 is state only if the next forward reads it, which a second recording shows. Numbers in attributes are ignored, except
-for those of modules that also cache a table (`reused_tables`).
+in modules that cache both constant tensors and numbers, such as a mask and its length (`reused_tables`).
 """
 
 from collections.abc import Iterable, Mapping

@@ -205,7 +205,7 @@ def shared_parameters(layers: Sequence[Layer]) -> list[list[tuple[int, str]]]:
 def tied_parameters(layers: Sequence[Layer]) -> dict[str, tuple[str, ...]]:
     """Return, for each name of a tied parameter, the names that the parameter has in other layers.
 
-    If the name in another layer does not begin with the name of that layer, the layer's name is returned instead.
+    A name that does not begin with the name of its layer is replaced by the layer's name.
     """
     tied: dict[str, tuple[str, ...]] = {}
     for owners in shared_parameters(layers):

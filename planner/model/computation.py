@@ -1,7 +1,7 @@
-"""Compute digests of a model's code: loss function, activations, and forwards of the user's classes.
+"""Compute digests of a model's code: loss function, activation functions, and forwards of the user's classes.
 
-The digests show whether a resumed run still trains the same model. Comments, docstrings and formatting do not count.
-Of installed packages, such as torch, only the names of functions and classes count. Python versions may differ.
+The digests show whether a resumed run still trains the same model. Comments, docstrings, formatting and the
+Python version do not count. Of installed packages, such as torch, only the names of functions and classes count.
 """
 
 import ast

@@ -16,8 +16,9 @@ _Module = TypeVar("_Module")
 def copy_module(module: _Module, instead: Mapping[int, Any] = MappingProxyType({})) -> _Module:
     """Return a deep copy of a module or list of modules. Objects that cannot be copied are shared with the original.
 
-    `instead` maps the `id()` of an object to the object that replaces it in the copy. The default random generators,
-    which seeds refer to, are not copied either (`self.choose = random.choice` holds one).
+    `instead` maps the `id()` of an object to the object that replaces it in the copy. The default random generators of
+    Python, NumPy and torch are shared, too, because seeds are set in the originals only. An attribute may refer to such
+    a generator, as in `self.choose = random.choice`.
     """
     instead = {**{id(generator): generator for generator in SEEDED_PER_LAYER}, **instead}
     parts: Any = module if isinstance(module, nn.Module) else nn.ModuleList(module)  # type: ignore[arg-type]
@@ -53,7 +54,7 @@ def _bind_functions_to_copies(copied: Any, memo: dict[int, Any]) -> None:
 
 
 def _entries(value: Any) -> Iterator[tuple[Any, Any, Any]]:
-    """Yield container, key and item for each entry of `value`, if it is a dict or list, and of its attributes."""
+    """Yield (container, key, item) for each attribute of `value`, and for each entry of a dict or list `value`."""
     for container in (value, getattr(value, "__dict__", None)):
         if isinstance(container, dict | list):
             items = container.items() if isinstance(container, dict) else enumerate(container)
@@ -68,7 +69,10 @@ def _has_module(cell: CellType) -> bool:
 
 
 def _bound(function: FunctionType, memo: Mapping[int, Any]) -> FunctionType:
-    """Return a copy of a function whose variables refer to copies: `memo` maps the `id()` of originals to them."""
+    """Return a copy of `function` in which copies replace the modules and tensors in the function's closure.
+
+    `memo` maps the `id()` of an original to its copy.
+    """
     cells = tuple(
         CellType(memo.get(id(cell.cell_contents), cell.cell_contents)) if _has_module(cell) else cell
         for cell in function.__closure__ or ()
@@ -81,7 +85,7 @@ def _bound(function: FunctionType, memo: Mapping[int, Any]) -> FunctionType:
 
 
 def _attribute_dicts(module: Any) -> list[dict[str, Any]]:
-    """Return the dicts whose attributes are their items (`self.__dict__ = self`)."""
+    """Return the dicts in `module` that are their own `__dict__`, as after `self.__dict__ = self`."""
     parts = _all_parts(module)
     return [each for each in parts if isinstance(each, dict) and id(getattr(each, "__dict__", None)) == id(each)]
 

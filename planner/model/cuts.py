@@ -1,9 +1,9 @@
 """Find where a recorded model can be cut, and which tensors cross each cut.
 
-A cut is a position in the recorded forward. Later stages receive the results of calls that ended before the cut, and
-run only constant ones of these calls again (`planner.model.repeated_code`). A call that has begun but not ended, such
-as the model's own `forward`, runs again in the next stage from its start, on the received tensors. Some results of this
-code are sent instead (`planner.model.sent_results`).
+A cut is a position in the recorded forward. Later stages receive the results of calls that ended before the cut. Of
+these calls, only constant ones, such as a call that creates a mask, run again (`planner.model.repeated_code`). A call
+that has begun but not ended, such as the model's own `forward`, runs again in the next stage from its start, on the
+received tensors. Some results of its code are sent, not computed again (`planner.model.sent_results`).
 
     def forward(self, x):
         a = self.first(x)
@@ -40,7 +40,7 @@ _WIDEST = 3.0
 adjacent `coarse` cuts."""
 
 _Life = tuple[int, int, int, list[int]]
-"""Version of a storage: number, position of creation, position of the last use, and positions of all uses."""
+"""Version of a storage: number of the version, and positions of its creation, its last use and all its uses."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class PossibleCuts:
         self._last_trained = max(trained, default=0)
         self._states = {state.storage: state.name for state in recording.states}
         self.num_tried = 0
-        """Number of calls after which `choose` tried to cut: calls of blocks, and of modules outside blocks."""
+        """Number of calls after which `choose` tried a cut. They are calls of blocks or of modules outside blocks."""
 
     def crossing(self, cut: int, *, used_before: int = END + 1, with_unread: bool = False) -> CutCrossing:
         """Return the tensors that cross `cut`, because later code uses them.

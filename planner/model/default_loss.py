@@ -19,7 +19,10 @@ _HINT = "define `loss_fn(output, target)` that returns the one to train"
 
 
 class DefaultLoss:
-    """Loss for the user's file `path` without `loss_fn`: the output's `.loss`, its only scalar, or its mean."""
+    """Loss of a model whose file `path` has no `loss_fn`.
+
+    The loss is the output's `.loss`, else the only scalar in the output, else the mean of the output.
+    """
 
     def __init__(self, path: str) -> None:
         self._path = path

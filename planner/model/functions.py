@@ -14,14 +14,16 @@ from torch._C import _len_torch_function_stack
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 FunctionCall = tuple[str, int]
-"""Function call in a gap: the function's name, and the number of earlier calls of this function in the gap."""
+"""Function call in a gap between calls of submodules.
+
+The items are the function's name and the number of earlier calls of this function in the gap."""
 
 Interceptor = Callable[[FunctionCall, Callable[[], Any]], Any]
 """Function of (call, function that makes the call), which runs instead of a torch function and returns the result."""
 
 
 _READ_MEMORY = (Tensor.tolist, Tensor.numpy, Tensor.__array__)
-"""Methods that read the values of a tensor without an operator, so that no recorder would note it."""
+"""Methods that read the values of a tensor without an operator. A recorder of operators misses these reads."""
 
 
 class FunctionWatch(TorchFunctionMode):

@@ -140,7 +140,11 @@ class Ghost(Tensor):
 
 @contextmanager
 def _without_tracing() -> Iterator[None]:
-    """Pause `torch.jit.trace`, which turns sizes of tensors into tensors and crashes if `torch.empty` then fails."""
+    """Pause `torch.jit.trace` in the `with` block, so that ghosts can be created.
+
+    Tracing turns the sizes of tensors into tensors. With such sizes, `torch.empty` may raise an error, after which the
+    next trace crashes the process.
+    """
     state: Any = torch._C._get_tracing_state()
     if state is None:
         yield
@@ -170,8 +174,8 @@ class _KnownResult(NamedTuple):
 _known_results: dict[Any, _KnownResult] = {}
 """Results of operators, by operator and by the shapes of its arguments.
 
-Each forward of a stage runs the model's code between earlier modules, and torch's fake tensors take 0.1 ms for each
-operator there."""
+In each forward, a stage repeats the model's own code between the calls of modules in earlier stages. Without this
+cache, torch's fake tensors take 0.1 ms for each operator of this code."""
 
 _MOST_RESULTS = 20_000
 """Number of known results at which all are forgotten, because shapes may differ in every step."""
