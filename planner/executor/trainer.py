@@ -101,7 +101,7 @@ class Trainer:
             self._hook.call(self._step_record(loss))
 
     def record_optimizer(self, optimizer: torch.optim.Optimizer, check: Callable[[], None] | None) -> None:
-        """Include the optimizer in the records of steps, as long as it exists. Its `step()` sees no process group.
+        """Include an optimizer in step records until it is deleted, and hide the process group in its `step()`.
 
         Args:
             optimizer: Optimizer of this rank.
@@ -138,7 +138,7 @@ class Trainer:
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Optimizers in the records of steps that still exist."""
+        """Optimizers that `record_optimizer` got and that still exist."""
         return [optimizer for held in self._optimizers if (optimizer := held()) is not None]
 
     def clip_gradients(self, max_norm: float) -> float:

@@ -18,7 +18,7 @@ class UsedBatches:
 
     def __init__(self) -> None:
         self.num_used = 0
-        """Number of mini-batches up to the last one that a step has used."""
+        """Number of mini-batches up to the last used one, including earlier ones that no step has used."""
         self._num_taken = 0
         self._numbers: dict[int, tuple[ref[Tensor], int]] = {}
         """By `id` of each existing tensor of a mini-batch: the tensor, and the number of the mini-batch from 1."""
@@ -36,8 +36,8 @@ class UsedBatches:
     def used(self, batches: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
         """Yield the mini-batches of a step, and record that they are used.
 
-        If a mini-batch has no tensor of one that `take` has recorded, because the script has changed its tensors, all
-        mini-batches up to the last one count as used.
+        A mini-batch is recognized by its tensors, which `take` has recorded. If the script has replaced all of these
+        tensors, all mini-batches that the script has got so far count as used.
         """
         for batch in batches:
             pairs = [(tensor, self._numbers[id(tensor)]) for tensor in _tensors(batch) if id(tensor) in self._numbers]

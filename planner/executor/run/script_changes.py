@@ -105,7 +105,7 @@ class ScriptChangeRecorder:
         self.ignore_random_draws()
 
     def begin_batch(self) -> None:
-        """Store the current weights, with which `check_before_step` compares, before the script gets a mini-batch."""
+        """Store weights and random states for `check_before_step`. Call this before the script gets a mini-batch."""
         self.ignore_random_draws()
         self._has_batch = True
 

@@ -273,7 +273,7 @@ def _random_like(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def describe_leaves(leaves: Sequence[Any]) -> str:
-    """Return a text with the shapes and dtypes of tensors, and the other leaves."""
+    """Return a text that lists the leaves of a value: tensors by dtype and shape, other leaves by their `repr`."""
     shown = (
         f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)
         for leaf in leaves

@@ -37,13 +37,13 @@ _NO_STATE += (type, FunctionType, MethodType, ModuleType, nn.Module)
 """Types of attributes that are never shared state: constants, code, and modules, whose attributes are read instead."""
 
 _LENGTH = ".length"
-"""Suffix of names of numbers that count a container's entries. They may differ, as ranks fill caches differently."""
+"""Suffix of the names of container lengths. Lengths are not compared, because ranks fill caches differently."""
 
 _ROUNDING = 1e-3
-"""Largest relative difference that can be a rounding error of unequal devices."""
+"""Largest relative difference that can be a rounding error between devices of different kinds."""
 
 Numbers = Mapping[str, Mapping[str, float]]
-"""Numbers by their name, for each module-level variable and each object that modules share."""
+"""Numbers in module-level variables and shared objects. The first key names the variable, the second the number."""
 
 
 class SharedValues:
@@ -82,7 +82,10 @@ class SharedValues:
         self._after_first_step: Numbers = {}
 
     def step_done(self) -> None:
-        """Remember the values after the first step, which may fill caches, and compare them after the second step."""
+        """Store the values after the first step, and compare them between ranks after the second step.
+
+        Changes in the first step are ignored, because layers may fill caches in this step.
+        """
         self._num_steps += 1
         if self._num_steps == 1:
             self._after_first_step = self._numbers()
@@ -136,7 +139,12 @@ class SharedValues:
 
 
 def _shared_attributes(model: nn.Module) -> dict[str, list[tuple[str, str]]]:
-    """Return the owners (path, attribute) of each object that several modules have, by the name of its first owner."""
+    """Find the objects that are attributes of several modules.
+
+    Returns:
+        The owners (module path, attribute) of each object. The key is the first owner as a text, such as
+        `encoder.config`.
+    """
     owners: dict[int, list[tuple[str, str]]] = defaultdict(list)
     for path, module in model.named_modules(remove_duplicate=False):
         for attribute, value in chain(vars(module).items(), module._buffers.items()):
@@ -150,7 +158,7 @@ def _holds_modules(value: Any) -> bool:
 
 
 def _changed(before: Numbers, after: Numbers) -> list[tuple[str, str]]:
-    """Return variable and name of the numbers that have changed, except new entries of containers."""
+    """Return the keys (variable, number) of changed numbers, without lengths and new entries of containers."""
     return [
         (top, name)
         for top, numbers in after.items()
@@ -166,7 +174,7 @@ def _is_entry(name: str, numbers: Mapping[str, float]) -> bool:
 
 
 def _first_difference(of_ranks: Sequence[Mapping[tuple[str, str], float | None]]) -> str | None:
-    """Return the name of the first number that differs between two ranks with its variable; None if there is none."""
+    """Return the first number that differs between ranks, by its name (`model:CACHE.limit`); None if all are equal."""
     for key in sorted({key for values in of_ranks for key in values}):
         first, *others = [values[key] for values in of_ranks if key in values]
         if not all(_is_equal(first, other) for other in others):

@@ -118,14 +118,15 @@ class StageModule(nn.Module):
         self._recomputed = dict(recomputed or {})
         self._state = LayerState((layer.name, layer.module) for layer in layers)
         self._states = {n: LayerState([(layers[n].name, layers[n].module)]) for n in self._recomputed}
-        self._opened = [
+        self._repeated_states = [
             LayerState([(layer.name, layer.module)], only=layer.module.repeated_paths)
             for layer in layers[1:]
             if isinstance(layer.module, ModelStage)
         ]
-        """For each layer except the first: state of the modules whose `forward` began in an earlier layer.
+        """For each layer except the first: state that is restored before the layer runs.
 
-        The layer runs such a `forward` again from its start, so this state is restored before the layer runs."""
+        If a cut is inside a module's `forward`, the layer after the cut runs this `forward` again from its start. The
+        module's state is restored first, because it must change only once per micro-batch."""
         self.micro_batch = 0
         self.targets: list[Any] = []
         self.seen: Callable[[int, Any], None] | None = None
@@ -179,7 +180,7 @@ class StageModule(nn.Module):
 
     def release_snapshots(self) -> None:
         """Release the state that is kept for recomputation. Call this after the last recomputation of a step."""
-        for state in (self._state, *self._states.values(), *self._opened):
+        for state in (self._state, *self._states.values(), *self._repeated_states):
             state.release_snapshot()
 
     def evaluation_mode(self) -> AbstractContextManager[None]:
@@ -249,11 +250,11 @@ class StageModule(nn.Module):
         # Below, only `value` refers to the tensors between two layers, so that they are released early.
         value = self.received.rebuild(tensors)
         last = len(self._layers) - 1
-        snapshots = [opened.snapshot() for opened in self._opened]
+        snapshots = [state.snapshot() for state in self._repeated_states]
         for index in range(last + 1):
             if index and snapshots:
                 # The code that runs again must change its state only once per micro-batch.
-                self._opened[index - 1].restore(snapshots[index - 1])
+                self._repeated_states[index - 1].restore(snapshots[index - 1])
             run: Callable[[Any], Any] = partial(self._run_layer, index, micro_batch)
             again = self._recomputed.get(index)
             if again is None:

@@ -20,7 +20,7 @@ _PIECE = 2**20  # on a CPU, torch first converts the elements to integers of 8 b
 """Number of elements whose bits are summed at a time."""
 
 _ROUNDING = 1e-3
-"""Largest rounding error between two copies of a parameter on unequal devices, relative to its largest element."""
+"""Largest rounding error of a parameter's copies on devices of different kinds, relative to its largest element."""
 
 
 class TiedGradients:
@@ -122,7 +122,7 @@ def _lowest_and_highest(tensor: Tensor, group: dist.ProcessGroup) -> tuple[Tenso
 
 
 def _sum_of_bits(tensor: Tensor) -> Tensor:
-    """Return the sum of all elements, read as integers. A sum of integers does not depend on their order."""
+    """Sum the bits of all elements, each read as an integer. The order of the elements does not change the sum."""
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     values = _real(tensor)
     pieces = values.view(integers[values.element_size()]).flatten().split(_PIECE)

@@ -14,11 +14,11 @@ Keys of the store:
 
     failure     rank that claimed the failure
     quit        activity of a rank that left the script with exit code 0
-    asked       signal that a rank other than the first one got
+    signal      signal that a rank other than the first one got
     stopping    set by the first rank to make the other ranks check `stop` after every step
     ready       number of ranks that check `stop` after every step
     stop        step after which all ranks stop, and the signal
-    news        set with each of `failure`, `quit`, `asked` and `stopping`: the only key that is read with every beat
+    news        set with each of `failure`, `quit`, `signal` and `stopping`: the only key that is read with every beat
     written     bytes of checkpoints that all ranks have written
 """
 
@@ -70,20 +70,20 @@ class FailureWatch:
         self._timeout_s = timeout_s
         self._signal = 0
         self._signalled = 0.0
-        self._asked = 0
+        self._signal_elsewhere = 0
         """Number of the signal, such as SIGTERM, that another rank got. Only the first rank knows it."""
         self._is_small = self._world <= _FEW_RANKS
-        self._has_passed_on = False
-        """True once this rank has set the store's key `stopping` (first rank) or `asked` (other ranks)."""
+        self._has_announced_stop = False
+        """True once this rank has announced the stop. The first rank sets the key `stopping`, others set `signal`."""
         self._is_stopping = False
-        """True once this rank has read the key `stopping`. It then checks the key `stop` after every step."""
+        """True once this rank has read the store's key `stopping`. It then checks `stop` after every step."""
         self._quit: dict[str, Any] | None = None
         self._stop: tuple[int, int] | None = None
         self._over = threading.Event()
         self._ending = threading.Event()
         self._store: Any = _store_of_all() if self._world > 1 and _is_launched() else None
         self._liveness = Heartbeats(self._store, self._rank, self._world)
-        """Signs of life for the main thread. The watch's thread has its own object and connection."""
+        """Heartbeats object of the main thread. The watch's thread has another one, with a separate connection."""
         self._wake = socket.socketpair()
         self._handlers: SignalHandlers | None = None
         self._process = os.getpid()
@@ -132,7 +132,7 @@ class FailureWatch:
             return self._signal
         if self._rank == 0:
             # Announce only once, and only when every rank checks `stop`. A second signal ends the job at once.
-            number = self._signal or self._asked
+            number = self._signal or self._signal_elsewhere
             if self._stop is None and number and (self._is_small or self._store.add("ready", 0) == self._world - 1):
                 self._stop = (steps + steps_ahead, number)
                 what = f"{signal.Signals(number).name}: stopping after {self._stop[0]} steps, with a checkpoint"
@@ -325,7 +325,7 @@ class FailureWatch:
     def _look(self, store: Any, liveness: Heartbeats) -> None:
         if store.check(["news"]):
             self._read_news(store)
-        if (self._signal or self._asked) and self.saves_on_stop and not self._has_passed_on:
+        if (self._signal or self._signal_elsewhere) and self.saves_on_stop and not self._has_announced_stop:
             self._announce_stop(store, liveness)
         self._share_written_bytes(store, liveness)
         # A long computation is not a failure, so only a rank that waits may report one.
@@ -351,8 +351,8 @@ class FailureWatch:
         elif not self._is_stopping:
             if time.monotonic() - self._signalled < liveness.beat_s / 2:
                 return  # the first rank has probably got the signal, too, and will announce the stop
-            store.set("asked", str(self._signal))
-        self._has_passed_on = True
+            store.set("signal", str(self._signal))
+        self._has_announced_stop = True
         store.set("news", "")
 
     def _read_news(self, store: Any) -> None:
@@ -361,8 +361,8 @@ class FailureWatch:
         if self._quit is None and store.check(["quit"]):
             self._quit = json.loads(store.get("quit"))
         if self._rank == 0:
-            if not self._asked and store.check(["asked"]):
-                self._asked = int(store.get("asked"))
+            if not self._signal_elsewhere and store.check(["signal"]):
+                self._signal_elsewhere = int(store.get("signal"))
         elif not self._is_stopping and store.check(["stopping"]):
             self._is_stopping = True  # before the first rank reads `ready`
             store.add("ready", 1)
