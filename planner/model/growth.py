@@ -118,7 +118,7 @@ def cut_errors(
 
 
 def _candidates_by_place(recording: Recording) -> Iterator[tuple[tuple[Any, ...], FunctionResult]]:
-    """Yield pairs: a position in the model's code, and the candidate of `recording` that is computed there."""
+    """Yield pairs: the position of a function result in the model's code, and the result (`Recording.candidates`)."""
     places: list[tuple[int, ...]] = [()] * len(recording.calls)
     # A parent precedes its children in `calls`, so the place of the parent is already known.
     for call in recording.calls:

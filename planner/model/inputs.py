@@ -46,7 +46,7 @@ STACKED = (
 
 
 def tokens_of_sample(inputs: Any) -> int:
-    """Return the tokens of a sample: the length of the longest input of token ids; 0 without such inputs.
+    """Return the number of tokens in a sample: the length of the longest input of token ids; 0 without such inputs.
 
     Token ids are integers of shape (samples, tokens).
     """

@@ -29,7 +29,7 @@ _SPREAD = 0.02
 """Standard deviation of random parameters, which keeps outputs far from overflow and from denormal numbers."""
 
 _IS_META: Any = Tensor.is_meta.__get__  # type: ignore[attr-defined]
-"""Function with which torch function modes see that code reads `is_meta`."""
+"""Function that a torch function mode intercepts when code reads `is_meta` of a tensor."""
 
 
 class StrictOperators(TorchDispatchMode):
@@ -48,10 +48,10 @@ class StrictOperators(TorchDispatchMode):
 
 
 class NoMetaBranches(TorchFunctionMode):
-    """Torch function mode in which code outside torch that reads `is_meta` of a tensor gets a `RuntimeError`.
+    """Torch function mode that raises a `RuntimeError` if code outside torch reads `is_meta` of a tensor.
 
-    Code that reads it, such as a cache of positions, would build the model without buffers on the meta device. In torch
-    itself, initializers read it, to leave out the values.
+    A constructor that reads `is_meta` may create no buffers on the meta device, so the model would lack them. Torch's
+    own initializers may read `is_meta`: they only skip setting values.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -99,9 +99,9 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
 def _without_parameters() -> Iterator[None]:
     register = nn.Module.register_parameter
     at_place: dict[tuple[object, ...], Tensor] = {}
-    """Meta tensors, by weak reference to the storage, offset, stride and shape of the original parameters.
+    """Meta tensors that replace parameters. A key has the storage, offset, stride and shape of an original parameter.
 
-    The weak reference lets the data be freed, but prevents reuse of the storage's address."""
+    The key refers to the storage weakly: the original values can be freed, but no other storage gets its address."""
 
     def register_empty(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         register(module, name, parameter)

@@ -91,7 +91,7 @@ class VaryingResult:
         self._name = name
 
     def __getattr__(self, name: str) -> Any:
-        """Raise an error, as does every other use."""
+        """Raise an error: the placeholder has no attributes."""
         if name.startswith("__"):  # `copy` and `pickle` ask for methods that an object may lack
             raise AttributeError(name)
         self._refuse()

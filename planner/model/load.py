@@ -82,7 +82,7 @@ class LoadedModel:
     precision: Precision = ""
     """Precision in which the model runs, after the result of `build` is converted (`planner.model.precision`)."""
     default_loss: DefaultLoss | None = None
-    """Value of `loss_fn` if the file defines none: it finds the loss in the model's output. Otherwise None."""
+    """Loss function for a file without `loss_fn`: it computes the loss from the output. None for other files."""
     is_without_values: bool = False
     """True if `build` returns parameters on the meta device, which have no values (`planner.model.shortened`)."""
 
@@ -147,9 +147,9 @@ def load_model(
     """Return the model in `path/to/model.py[:ENTRY]`.
 
     Args:
-        source: Path of the file; after a colon, the name of the function, class or module that gives the model. Its
-            default is `build_model`, else `model`, else the only `nn.Module` subclass without required arguments. A
-            Hugging Face config.json has no such names.
+        source: Path of the file, and after a colon optionally ENTRY: the name of a function that returns the model, of
+            an `nn.Module` class, or of a finished model. Without ENTRY, the name is `build_model`, else `model`, else
+            the only `nn.Module` subclass without required arguments. A Hugging Face config.json needs no ENTRY.
         settings: Texts of the `--set` options by name; the signature of the entry determines their types.
         inputs: Texts of the `--input` options, for a file without `example_batch`.
         optimizer: Name of an optimizer, which replaces the file's `build_optimizer`.

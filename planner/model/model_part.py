@@ -9,7 +9,7 @@ from planner.model.outline import ModelOutline
 from planner.model.recording import END, FunctionResult
 
 _ResultsInGap = dict[FunctionCall, FunctionResult]
-"""Sent results in one gap between submodule calls, by the function call that computes them."""
+"""Results that are sent across cuts, by the function call that computes them between two submodule calls."""
 
 
 class ModelPart:
@@ -33,7 +33,7 @@ class ModelPart:
         self.repeated = sorted(repeated.intersection(self.model_tensors))
         """Names of the stage's parameters and buffers that repeated code reads (`planner.model.repeated_code`)."""
         self.absent = sorted(repeated.difference(self.model_tensors))
-        """Names of other stages' parameters and buffers that repeated code reads, and that stand-ins replace here."""
+        """Names of other stages' parameters and buffers that repeated code reads. This stage has stand-ins for them."""
         self.overwritten = outline.overwritten[first - 1] if first else frozenset()
         calls = outline.recording.calls
         self.leftovers = [
@@ -42,7 +42,7 @@ class ModelPart:
             for c in call.changes
             if c.contains_tensor or (call.exit < self.begin and not call.constant)
         ]
-        """Attribute changes to undo after a forward: those with tensors, and those of earlier calls that do not run."""
+        """Attribute changes to undo after a forward: those with tensors, and those of calls in earlier stages only."""
         states = [state for state in outline.recording.states if self.begin <= state.first < self.stop]
         self.replaced = [state.name for state in states if state.is_replaced and state.name in self.model_tensors]
         """Buffers that the stage's forwards replace by other tensors."""
@@ -77,7 +77,7 @@ class ModelPart:
         calls = self.outline.recording.calls
         crossing = {*self.received, *self.sent}
         self.sent_results: dict[tuple[int, int], _ResultsInGap] = {}
-        """Sent results of each gap, by the number of its call and the number of submodule calls before the gap."""
+        """Sent results by module call (its number) and gap (number of submodule calls that it makes before the gap)."""
         for result in self.outline.sent_results:
             if result.value in crossing or result.exit + 1 in times:
                 self.sent_results.setdefault((result.call, result.gap), {})[result.called] = result
@@ -87,4 +87,4 @@ class ModelPart:
             for number in sorted(self.open)
             for child in calls[number].children
         }
-        """Called module of each call that a call in `open` makes."""
+        """Modules that the calls in `open` call directly. Keys are the numbers of these direct calls."""

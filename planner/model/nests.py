@@ -36,7 +36,7 @@ class Nest:
     def has_same_items(self, other: "Nest") -> bool:
         """Return True if types and keys are equal, whatever the structures of the items.
 
-        Types of equal names are equal, because each forward may make a class of its own, such as a named tuple.
+        Types with the same name count as equal, because each forward may define a new class, such as a named tuple.
         """
         return self.keys == other.keys and (self.kind is other.kind or _name(self.kind) == _name(other.kind))
 
@@ -65,7 +65,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def tensors_within(value: Any, depth: int = 4) -> Iterator[Tensor]:
-    """Yield the tensors in the nested `value` and in attributes of its objects, such as those of a distribution."""
+    """Yield the tensors in the nested `value` and in attributes of objects in it, such as a distribution."""
     for leaf in flatten(value)[0]:
         if isinstance(leaf, Tensor):
             yield leaf
@@ -98,7 +98,7 @@ def _aligned(leaves: Iterator[Any], nest: Nest, wanted: Nest) -> list[Any]:
 
 
 def common_nest(nest: Nest, other: Nest) -> Nest:
-    """Return the structure that two values share. Items whose structures differ are leaves of it."""
+    """Return the structure that two values share. Items that differ in structure become leaves."""
     if not nest.has_same_items(other):
         return _LEAF
     return Nest(nest.kind, nest.keys, tuple(map(common_nest, nest.children, other.children)))

@@ -34,7 +34,7 @@ _STEPS = (
 # also finds a clip by the largest gradient of all parameters.
 
 _STEPS_OF_TORCH = _STEPS[1:5]
-"""Steps for optimizers of torch. They do not clip, so a few steps show what the user's builder changed."""
+"""Steps for optimizers of torch. These few are enough, because no optimizer of torch begins to clip late."""
 
 _REPETITIONS = 20
 """Number of repetitions of `_STEPS` for optimizers that are not from torch, which may begin to clip late."""
@@ -202,9 +202,11 @@ class _UpdateComparison:
             parameters.take_numbers(optimizer)
 
     def differing(self, step: int, scales: tuple[float, float]) -> set[int]:
-        """Make a step of each optimizer. Return the indices of the parameters for which the results differ.
+        """Run a step with one optimizer and with two. Return the indices of the parameters whose results differ.
 
-        `scales` are factors of the gradients of parameters with even and with odd indices.
+        Args:
+            step: Index of the step, which seeds the random gradients.
+            scales: Factor of the gradients of parameters with even indices, and factor for odd indices.
         """
         steady = self._steady_gradients
         gradients = [_gradient(tensor, 100 * step + n, scales[n % 2]) for n, tensor in enumerate(steady)]
@@ -270,7 +272,7 @@ class _SmallParameters:
 
 
 class _SharedNumbers:
-    """Numbers in the user's optimizer classes, and numbers in their modules that the code of the classes reads."""
+    """Numbers that all optimizers of a class share: class attributes, and module-level variables that methods read."""
 
     def __init__(self, kind: type) -> None:
         self._classes = [cls for cls in kind.__mro__ if cls is not object and not cls.__module__.startswith("torch.")]

@@ -70,7 +70,7 @@ class WholeModelOptimizer:
         """Return a new optimizer for `present`: pairs of a parameter of the model and the tensor to optimize instead.
 
         Raises:
-            ModelError: The builder gave the optimizer tensors that are no parameters of the model.
+            ModelError: The optimizer has a tensor that is not a parameter of the model.
         """
         given: list[Tensor] = [*self._placeholders]
         kept = set()

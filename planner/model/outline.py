@@ -39,8 +39,11 @@ from planner.model.seeding import seeded_draws
 _Span = tuple[int, int]
 """Positions in the recorded forward where a layer begins (0 for the first) and ends (`END` for the last layer)."""
 
-_MANY_PARTS = 2
-"""Number of tensors sent only for repeated code, minus the number of its results, from which the user gets a note."""
+_MANY_EXTRA_TENSORS = 2
+"""Smallest number of extra tensors for which the user gets a note.
+
+The number of extra tensors is the number sent only for repeated code, minus the number of results of this code.
+"""
 
 _MANY_PREVENTED = 0.25
 """Smallest share of prevented cuts, among tried cuts, for which the user gets a note."""
@@ -88,7 +91,7 @@ class ModelOutline:
         counts = self.repeated_code_counts
         layer = max(range(len(counts)), key=lambda n: counts[n][0] - counts[n][1])
         parts, results = counts[layer]
-        if parts - results < _MANY_PARTS:
+        if parts - results < _MANY_EXTRA_TENSORS:
             return ""
         return (
             f'{parts} tensors cross the boundary after "{self.names[layer]}" only for the model\'s own code between '

@@ -31,11 +31,11 @@ def hide_process_group_in_step(
     *,
     is_skipped: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Let `dist.is_initialized()` return False in every `step()` of an optimizer, and in its context.
+    """Let `dist.is_initialized()` return False in every `step()` of an optimizer, and in the `step_context` around it.
 
     Args:
         optimizer: Optimizer to change.
-        step_context: Function that returns the context manager of a step.
+        step_context: Function that returns the context manager in which a step runs.
         is_skipped: Function that returns True if `step()` shall do nothing.
     """
     step = optimizer.step

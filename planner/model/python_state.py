@@ -9,10 +9,10 @@ values themselves. Each value becomes a number, which is identified by its path:
     STATE = {"seen": 3}            STATE.seen, STATE.length
 
 The search follows containers, objects of user-defined classes, modules in plain attributes, closures, defaults and
-attributes of functions, class attributes, attributes of tensors, and local variables of generator functions. Of objects
-of libraries, such as a configuration or a schedule of learning rates, it reads only the numbers in their attributes. A
-tensor of at most 1 MiB becomes the sum of its absolute values, with the name `PATH.tensor`. The tensors in a container
-are counted as `PATH.tensors`.
+attributes of functions, class attributes, attributes of tensors, and local variables of generator functions. In a
+library's object, such as a configuration or a learning-rate scheduler, the search reads only attributes that are
+numbers. A tensor of at most 1 MiB becomes the sum of its absolute values, with the name `PATH.tensor`. The number of
+tensors in a container has the name `PATH.tensors`.
 """
 
 import ctypes
@@ -216,7 +216,10 @@ def _number_of(value: Any) -> float | None:
 
 
 SEEDED_PER_LAYER = (random._inst, np.random.mtrand._rand, torch.default_generator)
-"""Default generators: no state, because stages seed them for every layer (`random.randrange` is a method of one)."""
+"""Default random generators. They do not count as state, because stages seed them for every layer.
+
+Models may refer to one by a bound method: `random.randrange` is a method of Python's default generator.
+"""
 
 _STATES: Mapping[Any, Callable[[Any], bytes]] = {
     str: lambda text: text[:_MOST_BYTES].encode(),
