@@ -34,7 +34,7 @@ _STEPS = (
 # also finds a clip by the largest gradient of all parameters.
 
 _STEPS_OF_TORCH = _STEPS[1:5]
-"""Steps for optimizers of torch. These few are enough, because no optimizer of torch begins to clip late."""
+"""Steps for optimizers of torch. A few are enough: none of these optimizers clips all gradients by a common norm."""
 
 _REPETITIONS = 20
 """Number of repetitions of `_STEPS` for optimizers that are not from torch, which may begin to clip late."""
