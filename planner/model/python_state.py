@@ -359,7 +359,7 @@ def global_names(code: CodeType) -> set[str]:
 
 
 def _names_read(code: CodeType) -> set[str]:
-    """Return the names in `global_names(code)`, without those of variables that code only writes."""
+    """Return the names in `global_names(code)`, except global variables that `code` only assigns."""
     named = (each for each in dis.get_instructions(code) if each.opcode in dis.hasname)
     names = {each.argval for each in named if each.opname != "STORE_GLOBAL"}
     return names.union(*(_names_read(constant) for constant in code.co_consts if isinstance(constant, CodeType)))

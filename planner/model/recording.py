@@ -91,7 +91,7 @@ class FunctionResult:
     call: int
     """Number of the module call whose code called the function."""
     gap: int
-    """Number of submodule calls that the module's code made before it called the function."""
+    """Index of the gap between submodule calls in which the function runs; 0 before the first submodule call."""
     called: FunctionCall
     """Name of the function, and number of its earlier calls since the last submodule call."""
     enter: int
@@ -119,7 +119,7 @@ class CarriedState:
     last: int
     """Position of the last access."""
     attribute: tuple[str, tuple[Any, ...]] | None = None
-    """Path of the module, and the keys from its attributes to the tensor; None if the tensor is written in place."""
+    """Module path, and a tuple of attribute name and keys in nested containers; None unless `storage` is -1."""
     is_replaced: bool = False
     """True for a buffer that the forward replaces by another tensor."""
 
@@ -150,10 +150,10 @@ class Recording:
     inputs: tuple[Leaf, ...] = ()
     input_nest: Nest = field(default_factory=Nest)
     decisions: list[int] = field(default_factory=list)
-    """Numbers of operators that stages repeat, and need the operands of, even if no code reads the results.
+    """Numbers of operators that need the values of their operands when a stage repeats them.
 
     They determine control flow or shapes (`RecordedOperator.decides`), or write into an integer tensor that every stage
-    can compute."""
+    can compute. They need the values even if no code reads their results."""
     reads: list[tuple[int, ...]] = field(default_factory=list)
     """For each operator, the numbers of the storage versions that it reads."""
     regions: list[Region] = field(default_factory=list)
@@ -168,9 +168,9 @@ class Recording:
     states: tuple[CarriedState, ...] = ()
     """Tensors that the model keeps from one forward to the next."""
     reused_tables: dict[tuple[str, tuple[Any, ...]], int] = field(default_factory=dict)
-    """Attributes of modules that cache a table and a number, such as a mask and its length.
+    """Cached tables (constant tensors) and numbers in module attributes, such as a mask and its length.
 
-    The value is the position where the call that sets the attribute ends."""
+    Keys are as in `CarriedState.attribute`. Values are positions: the end of the last call that sets the attribute."""
     draws_on_host: bool = False
     """True if the forward draws from Python's or NumPy's generator."""
     unread: frozenset[int] = frozenset()

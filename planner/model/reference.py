@@ -13,7 +13,8 @@ The loop uses no code of the executor. It differs from a usual loop in two ways,
 
 In each step, the state is written to a file after the backward and after the optimizer's update.
 
-Late steps (`ReferenceOptions.late_steps`) run code that acts only later: at its tenth call, or when values have grown.
+Late steps (`ReferenceOptions.late_steps`) are additional. They reach code of the model that has no effect in the first
+steps, such as `if self.calls == 10:`, or a branch for large values.
 """
 
 import math
@@ -84,9 +85,9 @@ class ReferenceOptions:
     micro_batches: int
     micro_batch_size: int
     starts: tuple[LayerStart | None, ...]
-    """Start of each layer except the first; None if the model calls no module after the start."""
+    """Start of each layer except the first; None if no module call ends at this point or starts after it."""
     late_steps: int = 0
-    """Largest number of additional (late) steps, which begin within `_LATE_S` seconds of CPU time after the others."""
+    """Largest number of late steps. They follow the first `steps` steps, and begin within `_LATE_S` s of CPU time."""
     updates: bool = True
     """True to update parameters with the optimizer; False to compute only the gradients of one step."""
     skipped: tuple[SkippedModule, ...] = ()

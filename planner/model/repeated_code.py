@@ -28,7 +28,7 @@ class RepeatedCode:
         return run.time < cut <= self._exit_of(self._runner_of[run.call])
 
     def has_exposed_result(self, call: int, cut: int) -> bool:
-        """Return True if code that runs again after the cut has the result of a call before the cut."""
+        """Return True if the result of a call is available to the code that runs again after a cut."""
         if call < 0:  # all code of the model may use its inputs
             return True
         maker = self._recording.calls[call]

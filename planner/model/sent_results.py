@@ -30,7 +30,7 @@ class SentResultFinder:
         self._times = [operator.time for operator in recording.operators]
         self._versions: dict[int, list[int]] = {}
         self._made: dict[int, list[int]] = {}
-        """Versions that an operator made, by its number."""
+        """Storage versions that each operator created. Keys are operator numbers."""
         for version, data in self._flow.items():
             self._versions.setdefault(data["storage"], []).append(version)
             self._made.setdefault(data["operator"], []).append(version)
@@ -61,7 +61,10 @@ class SentResultFinder:
         )
 
     def _fills_new_tensor(self, candidate: FunctionResult) -> bool:
-        """Return True if the function is the last to write a tensor made from no other: `torch.empty(3).normal_()`."""
+        """Return True if the function fills a new tensor, as in `torch.empty(3).normal_()`.
+
+        Earlier operators that wrote the tensor must read no tensor. Later operators must not write it.
+        """
         *earlier, last = self._versions[self._flow[candidate.version]["storage"]]
         makers = [self._flow[version]["operator"] for version in earlier]
         return last == candidate.version and all(n >= 0 and not self._recording.reads[n] for n in makers)

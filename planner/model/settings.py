@@ -36,7 +36,7 @@ def typed_settings(owner: str, build: Callable[..., Any], settings: dict[str, st
 
 
 def public_names_text(names: Iterable[str]) -> str:
-    """Return a text that lists the `names` without a leading underscore."""
+    """Return a text with the `names` that do not begin with an underscore, or `nothing` if there are none."""
     public = [f"`{name}`" for name in names if not name.startswith("_")]
     return ", ".join(public) or "nothing"
 

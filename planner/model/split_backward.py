@@ -66,7 +66,7 @@ class _DeferredUse:
     versions: tuple[int, int]
     """Version counters of `operands.x` and of `gradient` during I, to detect later writes."""
     backward: int
-    """Autograd's id of the backward that reached this call."""
+    """Autograd's id of the backward that passed `gradient` to the operator."""
 
     def gradients(self) -> tuple[Tensor, Tensor | None]:
         x, weight, _ = self.operands
@@ -93,16 +93,16 @@ class SplitBackward:
     """Backward of a stage in two passes: input gradients (I) and weight gradients (W).
 
     Args:
-        counts_only: Function that returns True for a hook that does not read the parameter's gradient. By default, all
-            hooks count as reading it.
+        ignores_gradient: Function that returns True for a hook that does not read the parameter's gradient. By default,
+            every hook is assumed to read it.
     """
 
     # Autograd calls hooks on parameters in I already, before the gradient is complete.
 
-    def __init__(self, counts_only: Callable[[Callable[..., Any]], bool] = lambda _: False) -> None:
-        self._counts_only = counts_only
+    def __init__(self, ignores_gradient: Callable[[Callable[..., Any]], bool] = lambda _: False) -> None:
+        self._ignores_gradient = ignores_gradient
         self.collected: DeferredUses | None = None
-        """Deferred gradients of the running I; None if no I is running."""
+        """Weight gradients that the running pass I has deferred; None if no pass I is running."""
         self._casts: dict[nn.Parameter, Tensor] | None = None
         self._mode = _OperatorMode(self)
 
@@ -153,10 +153,10 @@ class SplitBackward:
             torch.autograd.backward(starts, [start.detach() for start in starts])
 
     def call(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Return the result of a function of `OPERATORS`, whose weight gradients can then be deferred.
+        """Run a function so that its weight gradients can be deferred, if possible. Return its result.
 
         Args:
-            function: Function of torch.
+            function: Torch function in `OPERATORS`.
             args: Positional arguments of the function.
             kwargs: Keyword arguments of the function.
         """
@@ -191,7 +191,7 @@ class SplitBackward:
             return False
         # Autograd would call a hook in I, without a gradient.
         hooks = weight._post_accumulate_grad_hooks
-        return not weight._backward_hooks and (not hooks or all(map(self._counts_only, hooks.values())))
+        return not weight._backward_hooks and (not hooks or all(map(self._ignores_gradient, hooks.values())))
 
     def _cast(self, tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
         if tensor is None or tensor.dtype in {dtype, torch.float64}:
@@ -365,7 +365,7 @@ def _not_intercepted(function: Any) -> Any:
 
 
 _BACKWARDS: Final = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
-"""Functions that run a backward, in which a recomputed checkpoint must save the same tensors as in the forward."""
+"""Functions that run a backward. Calls inside are intercepted, so that recomputed checkpoints save the same tensors."""
 _SEEN_THROUGH: Final = {
     function: _not_intercepted(function)
     for function in (functional.embedding, functional.multi_head_attention_forward, *_BACKWARDS)

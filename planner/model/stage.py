@@ -71,8 +71,8 @@ class ModelStage(nn.Module):
     def call_at_layers(self, listener: Callable[[int], None]) -> None:
         """In each forward, call `listener` when a layer begins, with its index in the stage.
 
-        If the stage runs code of layers before its first layer again, their indices are negative: the layer directly
-        before the first layer has index -1.
+        Earlier layers have negative indices; the last layer of the previous stage has -1. `listener` is called for them
+        if the stage repeats their code and the model draws random numbers from Python or NumPy.
         """
         self._part.call_at_layers(listener)
 
@@ -114,7 +114,7 @@ class ModelStage(nn.Module):
 
     @property
     def state_modules(self) -> list[nn.Module]:
-        """Modules that own a parameter, a buffer or an attribute with state of the stage."""
+        """Modules that own a parameter or buffer of the stage, or an attribute that it keeps for later forwards."""
         owners = {name.rpartition(".")[0] for name in self._part.model_tensors}
         paths = owners.union(path for path, _ in self._part.kept)
         return [self._part.model.get_submodule(path) for path in sorted(paths)]

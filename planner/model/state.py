@@ -43,9 +43,9 @@ class StatefulModule:
     elsewhere: frozenset[str] = frozenset()
     """Names of the module's tensors that belong to other layers."""
     tensors: tuple[str, ...] = ()
-    """Names of plain attributes with a tensor, or with None, which may become a tensor."""
+    """Names of plain attributes whose value is a tensor, or None (a forward may assign a tensor later)."""
     numbers: tuple[str, ...] = ()
-    """Names of plain attributes with a number, and `training`."""
+    """Names of plain attributes whose value is a number; also `training`."""
 
     @classmethod
     def of(cls, path: str, module: nn.Module, elsewhere: frozenset[str] = frozenset()) -> "StatefulModule":

@@ -151,7 +151,7 @@ class Engine:
         self._devices = devices_of(order)
         self._device_index = self._devices[stages[0].index]
         self._stage_at = {stage.index: stage for stage in stages}
-        self._split = SplitBackward(counts_only=is_replica_hook)
+        self._split = SplitBackward(ignores_gradient=is_replica_hook)
         own = {stage.index: stage.module.finished_modules().values() for stage in stages}
         self._splitting = {index: self._split.splitting(*modules) for index, modules in own.items()}
         self._deferred: dict[tuple[int, int], DeferredUses] = {}

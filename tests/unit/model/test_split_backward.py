@@ -506,7 +506,7 @@ class Reentered(Functions):
 @pytest.mark.parametrize("build", [Functions, Reentered])
 def test_counted_additions_equal_those_of_w(build: Build, dtype: torch.dtype | None) -> None:
     """One per backward that reaches a weight, however often it is used."""
-    model, split, added = build(), SplitBackward(counts_only=lambda _: True), Counter[Tensor]()
+    model, split, added = build(), SplitBackward(ignores_gradient=lambda _: True), Counter[Tensor]()
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda p: added.update([p]))
     autocast = nullcontext() if dtype is None else torch.autocast("cpu", dtype=dtype)
