@@ -206,7 +206,7 @@ def main() -> None:
         notes.append(
             f"K = {num_devices}: the executor's own time per micro-batch, stage and direction was "
             f"{', '.join(f'{time_us:.0f} us ({schedule})' for schedule, time_us in constants_us.items())}; "
-            f"a step took {statistics.median(ratios):.3f} times as long as that of the bare loop (median; "
+            f"a step took {statistics.median(ratios):.3f} times as long as a step of torch's own engine (median; "
             f"{max(ratios):.3f} at most). {_order(cases, found, constants_us)}"
         )
     print("\n" + "\n".join(notes))
@@ -234,7 +234,7 @@ def _order(cases: Sequence[Case], found: Sequence[Measured], constants_us: dict[
             swapped += (first.ours_us < second.ours_us) != (ratio < 1)
     return (
         f"Predictions are off by {error:.1%} at most; of {count} pairs of schedules whose predictions differ by more "
-        f"than twice that, {swapped} were measured in the other order."
+        f"than twice this error, {swapped} were measured in the other order."
     )
 
 

@@ -121,7 +121,7 @@ class Row(NamedTuple):
     """How much slower `auto` is than the fastest schedule that a user can name."""
     gap: float
     named_gap: float
-    """The gap over the named schedules: to the smallest of their bounds."""
+    """Gap over the named schedules: distance to the smallest of their lower bounds."""
     seconds: float
     """CPU time in seconds."""
     gain: float
@@ -165,6 +165,7 @@ def main() -> None:
     print(f"`{command}` on {cpu_name()}, Python {platform.python_version()}; CPU seconds of one process.\n")
     print('"Fastest named" is the fastest answer to a request for one schedule.')
     print('"Difference" is positive if `auto` is slower.')
+    print('"Gap, named" counts only faster plans with a named schedule, which is any schedule except `search`.')
     print('"Local" is the change of the step by a random local search that starts from the plan.\n')
     print(
         "| chain | L | K | M | memory limit | schedule | `auto` (ms) | gap | gap, named | CPU s | fastest named | ms "
@@ -183,7 +184,7 @@ def main() -> None:
         statistics.median(values)
         for values in ([r.gap for r in rows], [r.named_gap for r in rows], [r.seconds for r in rows])
     )
-    print(f"Medians: gap {gap:.1%}, gap over the named schedules {named_gap:.1%}, {cpu_s:.1f} CPU s.")
+    print(f"Medians: gap {gap:.1%}, gap to plans with a named schedule {named_gap:.1%}, {cpu_s:.1f} CPU s.")
     print(f"Longest answer: {max(row.seconds for row in rows):.1f} CPU s.")
     if options.seconds:
         gains = [row.gain for row in rows]

@@ -102,11 +102,12 @@ def _forecasts() -> None:
     rows, cuts = list(runs.forecast_rows()), list(runs.cut_rows())
     print("## One plan from another plan's times\n")
     say(
-        f"""The authors moved layers off the last stage by hand. Here the step of their plan is predicted only from
-        times of the plan with equal stages: a block takes a quarter of a mean middle stage, and the rest of the
-        first and last stage is embedding and head. Difference: {span(rows)}. With 64k words the prediction is too
-        short: the measured stage of five blocks took 3.9 % longer than 5/4 of a stage of four. The step of the
-        equal plan itself differs from the measured step by up to {percent(_largest_change(rows))}."""
+        f"""The authors moved layers off the last stage by hand. Here the step of their plan is predicted from
+        measured times of another plan, whose stages have four blocks each. A block takes a quarter of a mean middle
+        stage, and the rest of the first and last stage is embedding and head. Difference: {span(rows)}. With 64k
+        words the prediction is too short: the measured stage of five blocks took 3.9 % longer than 5/4 of a stage
+        of four. For comparison, the measured step of the plan with equal stages differs from that of the authors'
+        plan by up to {percent(_largest_change(rows))}."""
     )
     table("words | measured, s: | forecast, s: | difference:", map(cells, rows))
     say(
@@ -142,7 +143,7 @@ def _gh200() -> None:
     say(
         f"""Layer times, plans and steps of Sailor (SOSP 2025): micro-batches of 8 samples, 1F1B on two stages of 12
         and 14 layers, tensor parallelism with 4 GPUs in each stage, and replicas whose all-reduce takes the
-        recorded time. One number is fitted, on {fitted.name[0]}: a transfer keeps a stage busy for
+        recorded time. One number is fitted, on the row of plan {fitted.name[0]}: a transfer keeps a stage busy for
         {runs.gh200_crossing_us() / 1e3:.2f} ms. Difference of the other rows: {span(rows)}."""
     )
     table("plan | replicas | M | measured, s: | predicted, s: | difference:", map(cells, (fitted, *rows)))
@@ -186,8 +187,9 @@ def _recomputation() -> None:
         f"""Megatron-LM with tensor parallelism on 8 GPUs ({RECOMPUTATION}, tables 4 and 5). The first row compares
         the rule for recomputation, 2 F + B, with a measured layer, in ms. The other rows are the step of the 22B
         model, which is not a pipeline, predicted from its layers, in s. The second row lacks embedding, head,
-        loss and optimizer, because the paper does not time them. The third row takes their time from the second.
-        Selective recomputation inside a layer is not planned here: such a layer has its measured time."""
+        loss and optimizer, because the paper does not time them. For the third row, their time is the
+        difference measured - predicted of the second row. Selective recomputation inside a layer is not
+        planned here: such a layer has its measured time."""
     )
     table("what | measured: | predicted: | difference:", map(cells, rows))
     say(
@@ -222,7 +224,7 @@ def _memory() -> None:
         --state-bytes 2,2,12`, fused attention): {span(rows)}. No prediction is too low, because without exact
         records everything that may exist at the same time is added up. The predictions include two things that
         the runs do not have at the peak: a second gradient of the embedding, before it is added to the first one,
-        and masks of dropout (2 of 34sbh)."""
+        and masks of dropout (2 of the 34 bytes that a block saves per element of its input)."""
     )
     header = "measured, GiB: | predicted, GiB: | difference:"
     table(f"devices | tokens | words | {header}", (cells(row, 2) for row in rows))
@@ -231,14 +233,16 @@ def _memory() -> None:
         more, which predictions do not include. Keep this memory free (`--headroom`, `--reserve`)."""
     )
     say(
-        f"Table 6 of the same paper, under V-Half, where one device has both embedding and head: {span(halves)}. In "
-        "the row above 5 %, the prediction adds the head's logits and weight gradient to everything that is kept."
+        f"Table 6 of the same paper, under V-Half, where one device has both embedding and head: {span(halves)}. One "
+        "row differs by more than 5 %, because the prediction assumes that the head's logits and weight gradient exist "
+        "at the same time as all saved tensors."
     )
     table(f"devices | tokens | words | {header}", (cells(row, 2) for row in halves))
     say(
         f"""{ZERO_BUBBLE}, table 4 (`--keep-scores`): {span(zero)}. The paper gives whole GB, read here as 10^9 bytes
-        (if they are GiB, predictions are 7 % lower). It does not give the size of the vocabulary, assumed here as
-        50,304 words. The paper searches ZB-1p under 1F1B's memory limit; here it is predicted as ZB-H1."""
+        (if it means GiB, all differences are about 7 percentage points lower). It does not give the size of the
+        vocabulary, assumed here as 50,304 words. The paper searches ZB-1p under 1F1B's memory limit; here ZB-1p is
+        predicted as ZB-H1."""
     )
     table("model | schedule | measured, GB: | predicted, GB: | difference:", (cells(row, 1) for row in zero))
 
@@ -281,9 +285,10 @@ def _golden_memory() -> None:
     say(
         f"""Predicted bytes of the micro-batches in flight, compared with measured peak minus measured state. With 8
         chunks per device, many micro-batches are in flight: {span(pipelined)}. Mixtral's run on A100 used an
-        older release, and needed more memory than the run on H100. The other predictions are too low, because the
-        measured peak of one micro-batch in flight includes temporary memory of layers. The next table includes
-        this memory. Mixtral's layers have kernels that fuse RMS normalizations and gated activations."""
+        older release, and needed more memory than the run on H100. The other runs have only one micro-batch in
+        flight. Their predictions are too low, because the measured figures include temporary memory of layers,
+        which only the predictions of the next table include. Mixtral's layers have kernels that fuse RMS
+        normalizations and gated activations."""
     )
     table(header, (cells(row, 2) for row in activations))
     say(f"Peaks, with temporary memory: {span(peaks)}.")
@@ -302,10 +307,10 @@ def _rates() -> None:
         the predicted step time equals the measured one. FLOP are those of the formulas, with attention without a
         causal mask. Bubbles are simulated. All-reduces of tensor parallelism take the time that the cost model
         predicts for the chip's NVLink. Other communication is not predicted, so it lowers the rate. *Others* is
-        the rate of the other runs of the same kind: the median over their sources of each source's median,
-        because runs of one source have engine and cluster in common. Difference: the step predicted at the rate
-        *others*, {span(rows)}. The rates of all runs are the defaults of `profile --device estimate:…`
-        (`planner/core/values/sustained.py`), in TFLOP/s: {medians}."""
+        the median rate of the other runs of the same kind. Each source counts once in this median, with the median
+        rate of its runs, because runs of one source have engine and cluster in common. The difference compares
+        the step predicted at the rate *others* with the measured step: {span(rows)}. The rates of all runs are
+        the defaults of `profile --device estimate:…` (`planner/core/values/sustained.py`), in TFLOP/s: {medians}."""
     )
     say(
         f"""On H100, Megatron-LM tuned by NVIDIA for these models sustains {min(tuned):.0f} to {max(tuned):.0f}
@@ -348,7 +353,8 @@ def _other_chips() -> None:
         f"""GPT 7B of Megatron-LM's reference values on one chip, predicted from its rate on another chip. The ratio
         of the two chips follows from the run of the same model in the other layout. A100 and H100:
         {span(between)}; H100 and GB200: {span(row for row in rows if row not in between)}. The step of A100 is 2.561
-        times that of H100 in one layout and 2.328 times in the other, so +10.0 % is 10.008 % before rounding."""
+        times that of H100 in one layout and 2.328 times in the other. The ratio of these numbers is 1.10008, which
+        the table rounds to +10.0 %."""
     )
     table("layout | from | to | measured, s: | predicted, s: | difference:", map(cells, rows))
 
@@ -360,8 +366,9 @@ def _left_out() -> None:
         size nor the number of chunks. Its runs of 8B and 70B models are on H100 with 500 W and 2.4 TB/s, which are
         other chips than those of the data sheet.""",
         """Steps of Mixtral among Megatron-LM's reference values: the number of GPUs is not published. With the same
-        layout, 8x22B takes 6.9 s on both A100 and H100. 8x7B takes 3.7 s and 3.3 s with EP 8, and 22.2 s and 8.9 s
-        with EP 4. So the first two are not limited by compute, or they ran on different numbers of GPUs.""",
+        layout on both chips, 8x7B with EP 4 takes 22.2 s on A100 and 8.9 s on H100. 8x7B with EP 8 takes 3.7 s and
+        3.3 s, and 8x22B takes 6.9 s on both. So the last two models are not limited by compute, or they ran on
+        different numbers of GPUs.""",
         """Megatron-Bridge's tables on H100 are in 8-bit precision, except for GPT-OSS 120B, which was not
         predicted.""",
         """Two log lines of DGX Cloud show memory, but neither the bytes of a gradient nor buffers. If gradients have 2

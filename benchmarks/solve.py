@@ -118,9 +118,9 @@ def _solver(options: argparse.Namespace) -> None:
         f"Time of `solve(profile, request)` for a batch of {BATCH} under GPipe, with recomputation chosen per stage, "
         "memory limits that make some stages recompute, and exact memory records at "
         f"{BATCH.bit_length()} micro-batch sizes. *One M*: M = 4K. *Every M*: the {BATCH.bit_length()} divisors of the "
-        "batch. *Even*: the GPipe paper's Transformer. *Uneven*: log-normal times and sizes, with B/F from 1.2 to 2.8. "
-        "Times are process times, medians of up to 5 answers. Memory is the largest resident size of the process, "
-        "including profile and interpreter.\n"
+        "batch. *Even*: the GPipe paper's Transformer. *Uneven*: log-normal times and sizes, with backwards of "
+        "1.2 to 2.8 times the forward. Times are process times, medians of up to 5 answers. Memory is the largest "
+        "resident size of the process, including profile and interpreter.\n"
     )
     print("| L | K | even, one M | even, every M | uneven, one M | uneven, every M |")
     print("|---|---|---|---|---|---|")
@@ -267,9 +267,10 @@ def _peers(_options: argparse.Namespace) -> None:
 
 def _random_chains(peers: Sequence[Peer]) -> None:
     print(
-        f"\n{RANDOM_CHAINS} random chains of 24 to 48 layers with log-normal times and sizes, B/F from 1.2 to 2.8. "
-        "Mean and max are over a planner's plans that fit; under tight limits these are the easier chains. Our plans "
-        "have 1 by definition: the script stops if another planner's plan is faster.\n"
+        f"\n{RANDOM_CHAINS} random chains of 24 to 48 layers with log-normal times and sizes, and backwards of 1.2 to "
+        "2.8 times the forward. Mean and max are over a planner's plans that fit; under tight limits these are the "
+        "easier chains. The ratio of our plans is 1 by definition: the script stops if another "
+        "planner's plan is faster.\n"
     )
     print("| K | caps | planner | mean | max | optimal | OOM | its own time, median |")
     print("|---|---|---|---|---|---|---|---|")

@@ -266,7 +266,10 @@ def main() -> None:
             ratios[recomputes].append(rows[1].times.backward / rows[0].times.backward)
             for line in lines(name, recomputes=recomputes, rows=rows):
                 print(line, flush=True)
-    print(f"\n(I+W)/B of ours: {span(ratios[False])}; recomputed {span(ratios[True])}.")
+    print(
+        "\nTime of our split backward relative to an unsplit one, (I+W)/B: "
+        f"{span(ratios[False])}; with recomputation {span(ratios[True])}."
+    )
 
 
 def span(ratios: Sequence[float]) -> str:

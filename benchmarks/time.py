@@ -144,8 +144,8 @@ def _call(work: Callable[[], object]) -> Callable[[], None]:
 
 def _plans(models: dict[str, LoadedModel]) -> None:
     print(f"Each model was profiled twice, as by `gpipe-plan profile`, and planned from both profiles, batch {BATCH}.")
-    print("Both plans are evaluated with the other profile: *regret* is the step of this plan / the step of the other")
-    print("profile's best plan - 1.\n")
+    print("Each plan is evaluated with the profile of the other plan: *regret* is its step / the step of the other")
+    print("plan - 1, both predicted from that profile.\n")
     print("| model | devices | first plan | second plan | regret of the first | regret of the second |")
     print("|---|---|---|---|---|---|")
     for name, loaded in models.items():

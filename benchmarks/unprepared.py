@@ -42,12 +42,13 @@ micro-batches.
 The error is the largest difference of a loss, relative to the loss, or of a final parameter or buffer, relative to its
 change during the run. A model is right if its error is at most 1e-4, or at most ten times the difference that a
 rounding error in the initial parameters makes in the plain loop. A model is refused if `profile` refuses it, with the
-reason and a remedy. Files of the kind `loops` add something to the training loop, which only training can refuse.
+reason and a remedy. Files of the kind `loops` add code to the training loop. `profile` does not run this loop, so only
+training can refuse them.
 
 {right} models are right, {refused} are refused, {wrong} are wrong, {late} fail only in training, {unhelpful} are
 refused without a remedy. Of the right models, {removed} lost some cuts, and {kept} must not be recomputed.
 
-The last column is the commit on which a row was measured: {commits}.{older}
+The last column is the commit on which a row was measured. Rows per commit: {commits}.{older}
 
 | kind | model | verdict | error | pipelines | profile | problem | commit |
 |---|---|---|---|---|---|---|---|"""
@@ -120,7 +121,7 @@ def _page(rows: dict[tuple[str, str], str]) -> str:
         unhelpful=verdicts["unhelpful"],
         removed=sum("cannot be cut" in said for said in profiled),
         kept=sum("recomputed stages" in said for said in profiled),
-        commits=", ".join(f"{count} {commit}" for commit, count in commits.most_common()),
+        commits=", ".join(f"{count} of {commit}" for commit, count in commits.most_common()),
         older=_OLDER if any(commit.startswith("before") for commit in commits) else "",
     )
     return "\n".join([text, *known, ""])

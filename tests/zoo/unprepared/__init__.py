@@ -116,7 +116,7 @@ class UnpreparedModel:
 
     @property
     def edits_the_loop(self) -> bool:
-        """True if the file adds something to the training loop, which only training can refuse."""
+        """True if the file adds code to the training loop, which only training runs and can refuse."""
         return "class Loop" in self.text
 
     def write(self, folder: Path) -> Path:
