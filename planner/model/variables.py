@@ -1,7 +1,7 @@
 """Undo changes of Python state by a forward that is not part of training, such as a recorded one.
 
 A forward may change tensors and counters in attributes of modules, in module-level variables, in class attributes and
-in closures. Training must begin with the values after the build, as a plain loop does.
+in closures. Training must begin with the values from right after the model was built, as a plain loop does.
 """
 
 from collections import deque
@@ -22,7 +22,7 @@ from planner.model.python_state import closure_variables, is_user_module, is_use
 _MOST_CONTAINERS = 10_000
 
 _MOST_ITEMS = 10_000
-"""Number of items up to which lists and dicts are followed; longer ones count as data."""
+"""Length up to which lists and dicts are searched and restored. A forward is assumed not to change longer ones."""
 
 _MOST_BYTES = 2**20
 """Size in bytes up to which tensors are copied; larger ones count as data, which a forward does not change."""
@@ -47,7 +47,7 @@ class _Variables(NamedTuple):
     container: Any
     before: dict[Any, Any]
     copies: list[tuple[Tensor, int, Tensor]]
-    """Small tensors of `container`, with their version counters and copies of their values when `of` was called."""
+    """Small tensors of `container`, each with its version counter and a copy of its values at the time of saving."""
 
     @classmethod
     def of(cls, container: Any) -> "_Variables":

@@ -209,7 +209,7 @@ def layer_entry_times_us(
 
 
 def time_uncertainty(chain: Sequence[str], samples: Mapping[LayerKey, Sequence[tuple[float, float]]]) -> float:
-    """Return the half-width of the 95 % confidence interval of a chain's time, as a fraction of this time.
+    """Return the half-width of the 95 % confidence interval of the time of all layers, as a fraction of this time.
 
     The result is for the least certain micro-batch size. Layers with equal digests share one error, because they are
     measured as one layer.

@@ -154,7 +154,7 @@ class EstimatedBackend:
 
 @contextmanager
 def as_ghosts_if_lean(task: ProfilingTask) -> Iterator[None]:
-    """If the task's model has no values, replace its parameters and buffers by ghosts in the `with` block."""
+    """Replace parameters and buffers by ghosts (tensors without values) in the `with` block, if `task.lean` is True."""
     if not task.lean:
         yield
         return

@@ -2,8 +2,8 @@
 
 Otherwise, layers on ghosts save the same tensors as on a CPU. In two cases, a GPU saves less:
 
-- Attention with dropout, a mask that requires gradients, or values of another width than keys. A CPU saves the scores
-in float32. A GPU runs a fused kernel, which saves the caller's mask, but no scores.
+- Attention that has dropout, or a mask that requires gradients, or values that differ in width from keys. A CPU saves
+the scores in float32. A GPU runs a fused kernel, which saves the caller's mask, but no scores.
 - Dropout. Its saved mask has the input's dtype on a CPU, and booleans on a GPU.
 """
 

@@ -42,7 +42,7 @@ from planner.profile.timing import (
 from planner.profile.units import LayerKey, LayerToMeasure, with_random_values
 
 _DOUBT = 0.02
-"""Relative half-width of the 95 % confidence interval of the chain's time below which no more repeats are needed."""
+"""Uncertainty at which repeats stop: relative half-width of the 95 % confidence interval of the time of all layers."""
 
 
 class MeasuredBackend:

@@ -14,15 +14,16 @@ arXiv:2401.10241, table 1; both have f = 4h). F is the forward, I the input-grad
 
 Bytes that each device keeps of one micro-batch for its backward (Korthikanti et al., "Reducing Activation Recomputation
 in Large Transformer Models", arXiv:2205.05198, equations 1 to 4, where f = 4h and e = 2). Tensor parallelism splits
-some tensors among the t devices; only sequence parallelism also splits the others, called whole here:
+some tensors among the t devices (column "split"). Only sequence parallelism also splits the others (column "whole"):
 
                   whole                split
     embedding     bsh (e + 1)          -
     block         bsh (4e + 2)         e (4bsh + 2bsf) / t; if scores are kept, also b a s^2 (2e + 1) / t
     head          bsh e                4bsV / t: logits in float32
 
-From I to W, a block keeps the inputs of its products and the gradients of their results. Whole tensors have 4bsh e
-bytes, split tensors e (4bsh + 2bsf) / t. With t = 1, f = 4h and e = 2, all these tensors together have 32bsh bytes.
+Between passes I and W, a block keeps the inputs of its products and the gradients of their results. Whole tensors have
+4bsh e bytes, split tensors e (4bsh + 2bsf) / t. With t = 1, f = 4h and e = 2, all these tensors together have 32bsh
+bytes.
 
 The papers' formulas include no temporary tensors. This module adds two. One is a second copy of the head's logits. The
 other is the gradient of a layer's largest weight, before autograd adds it to the gradients of earlier micro-batches.

@@ -25,7 +25,7 @@ from planner.profile.formula.presets import config_defaults
 from planner.profile.formula.shapes import Attention, Block, Experts, FeedForward, LatentRanks, Transformer
 
 ShapeFunction = Callable[[ConfigReader, int], Transformer]
-"""Function of a configuration and the number of tokens of a sample that returns the shape of the model."""
+"""Function that returns the shape of a model, given its configuration and the number of tokens of a sample."""
 
 
 def transformer_from_config(
@@ -279,4 +279,4 @@ FAMILIES: Final[Mapping[str, ShapeFunction]] = {
     "deepseek_v3": _deepseek,
     "t5": _t5,
 }
-"""Function that derives the shape, for each `model_type` in config.json."""
+"""Functions that return the shape of a model, by `model_type` in config.json."""

@@ -71,7 +71,7 @@ class ConfigReader:
         return bool(self._value(name, default))
 
     def text(self, name: str, default: str) -> str:
-        """Return the text of a key; `default` if it is null or empty, or missing without a default of the family."""
+        """Return the text of a key; `default` if it is null or empty, or if neither file nor family has the key."""
         return str(self._value(name, default) or default)
 
     def integers(self, name: str) -> tuple[int, ...]:

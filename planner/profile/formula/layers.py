@@ -34,7 +34,7 @@ class ExecutionSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ElementBytes:
-    """Bytes per element of activations, and bytes per parameter of weights, gradients and optimizer."""
+    """Bytes of an activation's element, and bytes of a parameter, of its gradient and of its optimizer state."""
 
     activation: int
     """Bytes of an element of an activation (e)."""
@@ -219,12 +219,12 @@ class _LayerFormulas:
         return linear.copies * linear.inputs * outputs
 
     def _span(self, attention: Attention) -> int:
-        """Return the number of scores of a token, masked ones included; only fused kernels use the window."""
+        """Return the number of scores per token, masked or not. Only fused kernels omit scores outside the window."""
         window = attention.window if self.execution.fused else 0
         return min(window or self.shape.sequence, self.shape.sequence)
 
     def _norm_bytes(self, block: Block, linears: list[MatrixProduct]) -> float:
-        """Return the bytes that normalizations save for backward, without the block's input, per token and channel."""
+        """Return the bytes per token and channel that normalizations save for backward, excluding the block's input."""
         router = isinstance(block.feed_forward, Experts) and block.feed_forward.wide_router and self.keeps_copies
         states = 1 if block.parallel else block.norms
         copies = block.norms * ((4 if self.keeps_copies else 0) + self.normalized)
@@ -308,7 +308,7 @@ class _LayerFormulas:
         return self.residual * uses * (gated * layer.width + 2 * self.shape.hidden) + self.e * shared
 
     def _held_bytes(self, linears: list[MatrixProduct]) -> float:
-        """Return the bytes kept from I to W: inputs of products, and gradients of their results."""
+        """Return the bytes kept between passes I and W: inputs of products, and gradients of their results."""
         whole = split = 0.0
         for linear in linears:
             ends = {"inputs": linear.inputs * linear.uses, "outputs": sum(linear.outputs) * linear.uses}

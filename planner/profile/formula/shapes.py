@@ -21,7 +21,7 @@ class MatrixProduct:
     copies: int = 1
     """Number of experts, each with its own weights of this size; 1 if there are no experts."""
     uses: float = 1.0
-    """Number of experts that multiply each token, times `ExecutionSettings.capacity`; 1 if there are no experts."""
+    """Number of experts that each token uses, times `ExecutionSettings.capacity`; 1 if there are no experts."""
 
     def parameters(self, devices: int = 1) -> int:
         """Return the number of parameters on each of `devices` devices that share the layer."""
@@ -235,7 +235,7 @@ class Transformer:
     """Shape of a transformer, which determines its parameters, FLOP and bytes."""
 
     family: str = "transformer"
-    """Name of the formula: `model_type` of a config.json, or `transformer`."""
+    """Name that profiles record as their formula: `model_type` of a config.json, or `transformer`."""
     hidden: int
     """Width of the model (h)."""
     sequence: int
