@@ -2,7 +2,7 @@
 
     python benchmarks/gpipe_paper.py transformer amoebanet > docs/measurements/gpipe-paper.md
 
-Layers are compiled for TPU v2 and v3 by the TPU's own compiler, without one (the extra `tpu`), and remembered: a run
+Layers are compiled for TPU v2 and v3 by the TPU's own compiler, without a TPU (the extra `tpu`), and remembered: a run
 that is interrupted goes on where it was. AmoebaNet's cells take minutes each. Figures of the paper: Huang et al.,
 "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism", arXiv:1811.06965v5, table 1 (those of
 AmoebaNet-D with 544 and 512 filters as torchgpipe's README repeats them).

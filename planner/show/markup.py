@@ -8,7 +8,7 @@ from planner.core.values.printable import escape_unprintable
 def escape_text(text: str) -> str:
     """Return `text` escaped for content and quoted attributes of HTML.
 
-    Control characters and characters that change the direction of text become codes.
+    Control characters and characters that change the direction of text become Python escape sequences.
     """
     shown = escape_unprintable(text)
     return escape(shown, quote=True)

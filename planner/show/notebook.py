@@ -29,5 +29,5 @@ _TEXTS: Mapping[type, Callable[[Any, Style], str]] = {
 
 
 def result_html(value: Any) -> str:
-    """Return a result as HTML, with the text that the command line prints for it; for a plan, without its timeline."""
+    """Return a result's command-line text as HTML. The text of a plan has no timeline and no error ranges."""
     return f'<pre style="white-space:pre">{escape(_TEXTS[type(value)](value, _PLAIN))}</pre>'

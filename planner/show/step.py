@@ -1,7 +1,7 @@
-"""One training step as spans of time: the actions of every device, and its memory over time.
+"""One training step: time spans of every device's actions, and every device's memory over time.
 
-Pictures and traces show these spans. Their times come from the simulator. The highest memory of a device is the peak
-in the plan.
+Pictures and traces show these spans. Their times come from the simulator. The maximum of a device's memory over time
+equals its peak memory in the plan.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -73,7 +73,7 @@ class StepTimeline:
     num_devices: int
     """Number of devices of the pipeline, K."""
     chunks: int
-    """Number of chunks (stages) per device, V; stage s is chunk s // K of its device."""
+    """Number of chunks (stages) per device, V. With K devices, stage s is chunk s // K of its device."""
     micro_batches: int
     """Number of micro-batches, M."""
     spans: tuple[Span, ...]

@@ -79,7 +79,7 @@ class _Frame:
 
 
 def timeline_svg(step: StepTimeline, title: str) -> str:
-    """Return the timeline of a step as SVG. Its title is also for screen readers."""
+    """Return the timeline of a step as SVG. `title` is the tooltip, and the label for screen readers."""
     name = row_noun(step.chunks)
     # Digits are about 6.2 wide at 11 px; the margin grows with the number of devices.
     frame = _Frame(

@@ -20,7 +20,7 @@ class CheckpointNotWrittenError(Exception):
 
 
 def latest_checkpoint(folder: str) -> Path | None:
-    """Return the latest checkpoint in a folder, or the folder itself if it is a checkpoint; None without one."""
+    """Return the folder if it is a checkpoint, otherwise the latest checkpoint in it; None if it has no checkpoint."""
     path = Path(folder)
     if is_checkpoint(path):
         return path

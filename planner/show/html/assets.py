@@ -18,7 +18,7 @@ def style_sheet() -> str:
 
 
 def content_security_policy(script: str) -> str:
-    """Return the content security policy of a page, which allows only its styles and `script`."""
+    """Return a page's content security policy. It allows inline styles and the given script, nothing else."""
     allowed = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode("ascii")
     return f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{allowed}'"
 

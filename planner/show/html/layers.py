@@ -23,7 +23,7 @@ from planner.show.views.table import column, table
 
 _HEIGHT = 150.0
 _FEW = 20
-"""Largest number of stages of which each has a line and a number; of more stages, every 8th (or 16th, …) has."""
+"""Largest number of stages for which a chart marks every stage. For more, it marks every 8th (or 16th, …) stage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

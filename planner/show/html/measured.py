@@ -60,7 +60,7 @@ _SCALES: tuple[tuple[Callable[[float], str], tuple[Quantity, ...]], ...] = (
     (percent, ("bubble",)),
     (format_bytes, ("peak_bytes",)),
 )
-"""Pairs: function that returns a text, and its quantities. Bars of a pair share a scale, except bars of `step_us`."""
+"""Pairs of a formatting function and its quantities. Bars of the same pair share a scale; `step_us` has its own."""
 
 
 def _rows(figures: Sequence[ComparedFigure], text: Callable[[float], str], place: str) -> Iterator[list[str]]:

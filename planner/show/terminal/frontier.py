@@ -19,7 +19,7 @@ from planner.show.views.table import Column, Table
 _SHORTEST_BAR = 8
 _LONGEST_BAR = 24
 _FARTHEST = 4.0
-"""Ratio of the longest bar's step time to the best step time; bars of longer times end with an arrow."""
+"""Multiple of the best step time at which bars are cut off. A cut bar ends with an arrow."""
 
 
 def frontier_parts(plan: Plan, style: Style) -> list[RenderableType]:

@@ -134,7 +134,7 @@ _AS_FAST = 0.0005
 
 
 def explanation_of_plan(plan: Plan, style: Style) -> list[RenderableType]:
-    """Return the explanation of a plan (`--explain`); an empty list without one."""
+    """Return the explanation of a plan (`--explain`); an empty list if the plan has no explanation."""
     insight = plan.insight
     if insight is None:
         return []
