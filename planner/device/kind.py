@@ -97,10 +97,10 @@ class DeviceKind(ABC):
         """Return the device's name, its memory, and its reserve: memory that is not available for tensors."""
 
     def equal_layers_limit_bytes(self) -> int:
-        """Return the size in bytes that the parameters of equal layers, timed in turn, should exceed together.
+        """Return the total size in bytes that the parameters of equal layers to time should exceed.
 
-        If one layer ran repeatedly, its parameters would stay in the cache. Layers with equal operators are therefore
-        timed in turn. Layers are added to a measurement until their parameters exceed this size.
+        If one layer ran repeatedly, its parameters would stay in the cache. The repeats therefore cycle through layers
+        with equal operators. Layers are added to the cycle until their parameters exceed this size.
         """
         return CACHE_BYTES
 

@@ -37,7 +37,7 @@ def parameters_without_gradients(task: ProfilingTask, records: LayerRecords) -> 
 
 
 def parameters_with_gradients(records: LayerRecords, idle: Mapping[str, Collection[str]]) -> list[list[nn.Parameter]]:
-    """Return the trained parameters of every layer except `idle`, the result of `parameters_without_gradients`."""
+    """Return each layer's trained parameters, without those in `idle` (from `parameters_without_gradients`)."""
     return [
         trained_parameters(unit.module, records.translate_parameter_names(n, idle[unit.digest]))
         for n, unit in enumerate(records.units)

@@ -34,7 +34,7 @@ class MeasuredCosts:
     """For each layer digest, the floating-point operations of the layer's forward at the smallest micro-batch size."""
     times: Mapping[LayerKey, LayerTimes]
     half_times_us: Mapping[LayerKey, tuple[float, float]] = field(default_factory=dict)
-    """Times of I and W, the two passes of a split backward, in microseconds; empty if these were not timed."""
+    """Times of the input-gradient and the weight-gradient pass, in microseconds; empty if these were not timed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +154,7 @@ def _tied_groups(layers: Sequence[Layer], n: int, tied_bytes: int) -> tuple[Tied
 def _view_gradients(
     layers: Sequence[Layer], records: LayerRecords, tied: Mapping[str, tuple[str, ...]]
 ) -> dict[str, frozenset[str]]:
-    """Return the result of `view_gradient_names` by digest, for layers with shared parameters."""
+    """Return names of parameters whose gradient is a view, by layer digest; only for layers with shared parameters."""
     shares = {unit.digest for unit, layer in zip(records.units, layers, strict=True) if _ties(layer, tied)[1]}
     return {
         digest: view_gradient_names(unit, records.inputs[digest, records.sizes[0]])

@@ -172,7 +172,7 @@ def _end_backward_peak(unit: LayerToMeasure, received: MeasurementInput, meter: 
 
 
 def _attribute_bytes(unit: LayerToMeasure, received: MeasurementInput, meter: MemoryMeter) -> tuple[int, int]:
-    """Return two sizes in bytes: of all tensors in plain attributes, and of the tensors that a forward adds."""
+    """Return the bytes of all tensors in plain attributes, and of those that each forward creates for its backward."""
     held = _storages([*unit.module.parameters(), *unit.module.buffers()])
     parts = unit.module.state_modules if isinstance(unit.module, ModelStage) else unit.module.modules()
     # Only sizes are kept, no tensors, so that the next forward can release the tensors that it replaces.

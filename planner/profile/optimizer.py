@@ -56,7 +56,8 @@ def measure_optimizer(
         meter: Meter of the device.
         clock: Clock of the device.
         repeats: Number of timed updates.
-        between_bytes: Bytes that training accesses between two updates of this layer, which evict it from the cache.
+        between_bytes: Bytes that training accesses between two updates of this layer. They evict the layer's parameters
+            and optimizer state from the cache.
         idle: Names of parameters without gradients.
     """
     trained = trained_parameters(module)
@@ -184,7 +185,7 @@ def _states(optimizer: torch.optim.Optimizer, copies: Sequence[Tensor], paramete
 
 
 def _state_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Mapping[str, Any]:
-    """Return the state of a parameter. An optimizer may leave it to other optimizers, such as one for each group."""
+    """Return the state of a parameter. If `optimizer` wraps other optimizers, one of them may store the state."""
     inner = (part for part in tree_leaves(list(vars(optimizer).values())) if isinstance(part, torch.optim.Optimizer))
     return next((part.state[parameter] for part in chain((optimizer,), inner) if part.state.get(parameter)), {})
 

@@ -65,7 +65,7 @@ class UnsplitBackwardTimer:
             return self.clock.time_us(run)
 
     def backward_us(self, unit: LayerToMeasure, end: Tensor) -> tuple[float, float]:
-        """Run the backward from `end`. Return 0, for pass I, and the time of the backward in microseconds."""
+        """Run the backward from `end` and return (0, time in microseconds). Only a `SplitTimer` times two passes."""
         backward_us = self.clock.time_us(end.backward)
         if is_large(unit):  # two copies of the gradients may not fit in memory, so adding is timed separately
             gradients = [p.grad for p in unit.module.parameters() if p.grad is not None]
@@ -84,7 +84,7 @@ class SplitTimer(UnsplitBackwardTimer):
     split: SplitBackward
 
     def backward_us(self, unit: LayerToMeasure, end: Tensor) -> tuple[float, float]:
-        """Run passes I and W from `end` and return their times in microseconds."""
+        """Run the input-gradient and weight-gradient passes from `end`, and return their times in microseconds."""
         one = torch.ones_like(end)
         deferred: DeferredUses = []
         input_us = self.clock.time_us(lambda: deferred.extend(self.split.backward_input([end], [one])))
@@ -113,9 +113,9 @@ class _TurnTimes(NamedTuple):
 
     forward_us: float
     input_us: float
-    """Time of pass I; 0 if the backward is not split."""
+    """Time of the input-gradient pass; 0 if the backward is not split."""
     backward_us: float
-    """Time of the backward, or of pass W if the backward is split."""
+    """Time of the backward; of the weight-gradient pass if the backward is split."""
 
 
 class _Turn:
@@ -158,7 +158,8 @@ def time_once(timer: UnsplitBackwardTimer, unit: LayerToMeasure, received: Measu
     """Return the times of forward and backward of one micro-batch of one layer, in microseconds.
 
     Args:
-        timer: Timer of the passes. With a `SplitTimer`, the times are those of forward plus I, and of W.
+        timer: Timer of the passes. With a `SplitTimer`, the times are those of the forward plus the input-gradient
+            pass, and of the weight-gradient pass.
         unit: The layer.
         received: Input of the layer.
     """

@@ -32,7 +32,7 @@ class ProfilerOptions:
 
 
 class ProgressCounter:
-    """Progress of the measurements, counted in samples that a layer processes in a timed pass."""
+    """Progress of the measurements. Each timed pass of a layer counts as many units as the micro-batch has samples."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress

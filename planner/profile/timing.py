@@ -1,6 +1,6 @@
 """Measure the times of forward and backward of layers at every micro-batch size.
 
-The backward is timed as a whole, and split into the passes I and W.
+The backward is timed as a whole, and also split into an input-gradient pass and a weight-gradient pass.
 
 All layers are timed once, then all a second time, and so on. If the machine slows down for a while, this affects all
 layers alike. Between two runs of a layer, other layers replace its parameters in the cache, as in training.
@@ -53,7 +53,9 @@ _TOGETHER = range(3, 9)
 """Possible numbers of layers that are timed together."""
 
 _STRETCH_BYTES = 2**28
-"""Largest number of bytes that layers timed in one pass keep for backward; caches do not hold more."""
+"""Largest number of bytes that layers timed in one pass keep for backward.
+
+Caches do not hold more, so timing more layers in one pass would not make the content of caches more realistic."""
 
 _OVERHEAD_US = 100.0
 """Lower bound of the executor's time per micro-batch and stage, in microseconds.
@@ -149,7 +151,7 @@ def _entry_recorder(task: ProfilingTask, inputs: Mapping[LayerKey, MeasurementIn
 
 
 def group_layers_to_time(keys: Sequence[LayerKey], kept_bytes: Mapping[LayerKey, int]) -> Iterator[list[LayerKey]]:
-    """Divide keys into lists to time together, each with neighboring layers and one micro-batch size.
+    """Divide the keys into lists of layers to time in one pass: successive keys with equal micro-batch size.
 
     The layers of a list keep at most `_STRETCH_BYTES` for backward, unless the list has only one layer.
     """
@@ -177,9 +179,9 @@ def median_times(samples: Sequence[tuple[float, float]]) -> LayerTimes:
 def round_ratios(samples: Iterable[Sequence[tuple[float, float]]]) -> tuple[float, float]:
     """Return the 10th and the 90th percentile of the times of all rounds, divided by their median.
 
-    A round runs every layer once with every micro-batch size. Its time varies where the machine is slower for some
-    seconds, such as a virtual machine with busy neighbors. `LayerTimes.spread` does not show this: it is the error of a
-    mean of independent repeats.
+    A round runs every layer once with every micro-batch size. Its time varies if the machine is slower for some
+    seconds, for example because other virtual machines on its host are busy. `LayerTimes.spread` does not show this: it
+    is the error of a mean of independent repeats.
 
     Args:
         samples: For every layer and micro-batch size, the repeats (forward, backward), in the order of the rounds.
@@ -243,9 +245,9 @@ def measured_split_times(samples: Sequence[tuple[float, float]], whole: LayerTim
 
 
 def equal_layers(units: Sequence[LayerToMeasure], digest: str) -> list[int]:
-    """Return the indices of the layers with this digest that are timed in turn.
+    """Return the indices of the layers with this digest to time: each repeat times the next of them, in a cycle.
 
-    The list ends when their parameters exceed `DeviceKind.equal_layers_limit_bytes`.
+    The list ends when the parameters of its layers exceed `DeviceKind.equal_layers_limit_bytes`.
     """
     equal = [n for n, unit in enumerate(units) if unit.digest == digest]
     unit = units[equal[0]]
@@ -256,17 +258,21 @@ def equal_layers(units: Sequence[LayerToMeasure], digest: str) -> list[int]:
 def group_equal_layers(
     layers: Chain, units: Sequence[LayerToMeasure], equal: Sequence[int], number: int
 ) -> list[LayerToMeasure]:
-    """Return modules with up to `number` consecutive equal layers each; none if too few can be timed together.
+    """Return groups of consecutive equal layers, each group as one module that is timed as a whole.
+
+    All groups have the same number of layers. The result is empty if this number is less than the minimum in
+    `_TOGETHER`.
 
     A layer that is timed alone takes longer than in the model, because the host's caches do not contain its code, and a
     GPU waits for the first launch. A block of a small GPT-2 took 0.62 ms alone and 0.43 ms after another block. The
-    time of a short layer is therefore computed from the times of several layers and of one layer.
+    time of a short layer is therefore computed from the times of a group and of one layer.
 
     Args:
         layers: Chain of all layers.
-        units: The same layers, one by one.
+        units: All layers of the chain, in order, with one entry per layer.
         equal: Indices of layers with equal operators, in ascending order.
-        number: Desired number of layers, of which at most `_TOGETHER` are used.
+        number: Desired number of layers of a group. The actual number is limited by the maximum in `_TOGETHER` and by
+            the largest number of consecutive equal layers.
     """
     runs: list[list[int]] = []
     for n in equal:

@@ -37,7 +37,10 @@ LayerKey = tuple[str, int]
 """Digest of a layer's operators, and a micro-batch size."""
 
 TimeSamples = dict[LayerKey, list[tuple[float, float]]]
-"""For every layer and micro-batch size, pairs of times in microseconds: (forward, backward) or (forward plus I, W)."""
+"""For every layer and micro-batch size, pairs of times in microseconds.
+
+A pair is (forward, backward). If the backward is split into the passes I (input gradients) and W (weight gradients), a
+pair is (forward plus I, W)."""
 
 
 @dataclass(frozen=True)
@@ -49,14 +52,14 @@ class MeasurementInput:
     targets: Any
 
     def new_leaf_copies(self) -> list[Any]:
-        """Copy the values. The copies are new leaves of the autograd graph."""
+        """Return copies of the input's values. Their tensors are new leaves of the autograd graph."""
         return [
             value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
             for value in self.values
         ]
 
     def non_leaf_copies(self) -> list[Any]:
-        """Copy the values. The copies are no leaves, so that a layer may write into them."""
+        """Return copies of the input's values. Their tensors are no leaves, so that a layer may write into them."""
         return [value.clone() if isinstance(value, Tensor) else value for value in self.new_leaf_copies()]
 
 

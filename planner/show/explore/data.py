@@ -44,7 +44,7 @@ MOST_BYTES: Final = 1_200_000
 """Size limit of all tables together, in bytes."""
 
 _MOST_STAGES: Final = 50_000
-"""Approximate limit on stages times micro-batch sizes in the tables; reduced while they exceed `MOST_BYTES`."""
+"""Approximate limit on stages times micro-batch sizes in the tables; reduced while the tables exceed `MOST_BYTES`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,8 +132,8 @@ class _NearbyStages:
         """Return how many layers a cut may move to either side, for each number of stages of a partition.
 
         Args:
-            max_stages: Approximate limit on the number of different stages that result if cuts move this far, in all
-                partitions that the explorer's page has.
+            max_stages: Approximate limit on the number of different stages in the interactive report if cuts move this
+                far.
         """
         num_layers, own = self.chain.one.num_layers, len(self.chain.request.plan.balance)
         if len(self.chain.pipeline.speeds) * num_layers * (num_layers + 1) // 2 <= max_stages:
