@@ -36,13 +36,13 @@ from planner.solve.deadline import NEVER, Deadline
 from planner.solve.space.problem import NO_LIMIT, Bottlenecks, ChainProblem
 
 _LARGE = 10**6
-"""Smallest number of layers times stages for which first plans are shortest paths, because other searches are slow."""
+"""Smallest number of layers times stages for which first plans come from shortest paths. Other searches are slow."""
 
 _MOST_LABELS, _ENOUGH_LABELS = 400, 5000
-"""Limits on partial plans of a `_Box`, with equally many stages and in total. If both are exceeded, it is divided."""
+"""Limits on the partial plans of a `_Box`: per number of stages, and in total. A box that exceeds both is divided."""
 
 _GROWTH = 1.5
-"""Factor of `_ENOUGH_LABELS` for each division that led to a `_Box`, because some boxes do not become easier."""
+"""Factor by which the limit `_ENOUGH_LABELS` grows with each division of a `_Box`. Some boxes do not get easier."""
 
 _SMALLEST = 1e-9
 """A `_Box` is not divided if its ranges of forward and backward times are at most this share of its largest time."""

@@ -41,7 +41,7 @@ SLACKS = (1.01, 1.05, 1.1, 1.25)
 """Limits on the step time of a first plan, as multiples of its lower bound."""
 
 _MORE_LABELS = 8
-"""Number of partial plans kept that begin at the same layer, in the search before the exact search."""
+"""Number of partial plans per first layer that `find_best` keeps in its quick run, before the exact run."""
 
 
 class ChainCuts(NamedTuple):
@@ -150,7 +150,7 @@ class CutDynamicProgram:
             most_plans: Largest number of partial plans to keep that begin at the same layer; None to keep all. With a
                 number, the search may miss the best partition.
             best_key: Value of `ChainCuts.sort_key` to beat, or None.
-            most_per_count: Limit on the partial plans with equally many stages.
+            most_per_count: Limit on the partial plans per number of stages.
             enough_in_all: Limit on all partial plans together.
         """
         levels = [self._root()]

@@ -20,14 +20,20 @@ _EQUAL = 1e-9
 
 _FEW_LABELS = 4
 
-_MOST_TO_TELL_APART = 150_000
-"""Largest number of layers times stages, up to which all equally fast plans are compared, not only the best few."""
+_LARGEST_COMPARED = 150_000
+"""Largest number of layers times stages for which all equally fast plans are compared.
+
+Above it, the search keeps only `_FEW_LABELS` partial plans that begin at the same layer.
+"""
 
 _MOST_TIED_LABELS = 3000
-"""Number of partial plans with equally many stages, above which equally fast plans are not compared."""
+"""Limit on partial plans per number of stages. Above it, the comparison of equally fast plans stops early."""
 
 _FIRST_WINDOW = 1.5
-"""Limit on stage times in the first tables: multiple of a device's mean work, or of the slowest layer if longer."""
+"""Limit on stage times in the first call of `TableWidth.widen`.
+
+Unit: mean work of a device, or time of the slowest layer if that is longer.
+"""
 
 
 @dataclass(slots=True)
@@ -172,7 +178,7 @@ def best_of_equally_fast(case: Case, step_us: float, *, deadline: Deadline = NEV
 def _first_by_key(search: CutDynamicProgram, upper_us: float, best: ChainCuts | None) -> ChainCuts | None:
     # A good first plan rules out most others by their sort key.
     size = search.problem.num_layers * search.problem.num_stages
-    for most_plans in (_FEW_LABELS, None) if size <= _MOST_TO_TELL_APART else (_FEW_LABELS,):
+    for most_plans in (_FEW_LABELS, None) if size <= _LARGEST_COMPARED else (_FEW_LABELS,):
         key = best.sort_key if best is not None else None
         first = search.run(upper_us=upper_us, most_plans=most_plans, best_key=key, most_per_count=_MOST_TIED_LABELS)
         best = first or best

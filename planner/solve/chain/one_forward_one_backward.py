@@ -29,7 +29,7 @@ from planner.solve.space.problem import ChainProblem
 from planner.solve.space.tables import NO_CHOICE
 
 _ORDER, _FIRST_ORDER = 3, 10
-"""Time to compute an action order, in simulated batches of partitions: with a limited and with an unlimited budget."""
+"""Cost of computing an action order, if the budget is limited and if not. Unit: cost of simulating one partition."""
 
 _CELLS = 30
 """Number of table entries that take as long to compute as one simulated action."""

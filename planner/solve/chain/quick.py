@@ -15,10 +15,10 @@ _FAR: Final = 1.3
 """A case is skipped if its lower bound exceeds the fastest step time found by this factor."""
 
 _TABLE_ACTIONS: Final = 2_000
-"""Time per case to compute tables, in simulated actions."""
+"""Budget of a case for computing tables, in simulated actions."""
 
 _SIMULATIONS: Final = 4
-"""Number of steps that may be simulated per case. The action order counts as 3, one batch of partitions as 1."""
+"""Budget of a case for simulations, in training steps: 3 for the action order, 1 for a batch of partitions."""
 
 
 def quick_answers(cases: Sequence[Case], deadline: Deadline, *, upper_us: float) -> list[Answer]:

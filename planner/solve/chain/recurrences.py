@@ -30,8 +30,10 @@ The letters are those of docs/cost-model.md:
     u   time that the optimizer steps add to the step
 
 An added stage changes f, x and a by its F and B. It changes u to max(U, u - (F + q - R + 2 C)), because the optimizer
-steps of later stages have F + q - R + 2 C more time. These stages end C + q - R before the added stage, which runs R
-before the gradient arrives, and begin the next step F + C after it. The new d is q plus the larger of
+steps of later stages have F + q - R + 2 C more time than the added stage's optimizer step. The later stages end their
+last backward earlier than the added stage, by C + q - R. (R does not count, because the added stage runs R before the
+gradient arrives.) The later stages begin the next step later than the added stage, by F + C. The new d is q plus the
+larger of
 
     d + F               micro-batch M-1 arrives at the added stage
     a + (M-2) x         the added stage has finished the other micro-batches, if M > 1; with the new a and x
@@ -73,7 +75,7 @@ PlanStates = tuple[FloatArray, ...]
 _Passed = tuple[FloatArray, FloatArray, FloatArray]
 """Values x, a and d of partial plans under GPipe (see the module's docstring), in microseconds."""
 _Machine = tuple[FloatArray, FloatArray, FloatArray]
-"""Times F, p and q of a machine (a stage or link): forward, backward, and backward of the last micro-batch."""
+"""Times of a machine (stage or link): forward F; backward p of micro-batches 0..M-2; backward q of micro-batch M-1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +83,7 @@ class EarlierLayerBounds:
     """Lower bounds for the layers before a partial plan. Arrays have one entry per partial plan."""
 
     work_us: FloatArray
-    """Forward plus backward time of these layers, in microseconds."""
+    """Forward plus backward time of the layers before the partial plan, in microseconds."""
     between_steps_us: float
     """Lower bound of the all-reduce and optimizer time of a plan's first stage, in microseconds."""
     exist: BoolArray

@@ -24,7 +24,11 @@ _SAFE = 1e-6
 """Relative amount by which the lower bound is lowered: several times the tolerances of HiGHS."""
 
 _DOUBT = 1e-6
-"""Branching ends if the smaller parts of divided layers take at most this share of the work of all layers."""
+"""Tolerance for divided layers, as a share of the time of all layers.
+
+A cut may divide layers, and so may the recompute options of a stage. Branching ends if the smaller parts take at most
+this time, for every cut and every stage.
+"""
 
 _UNLIMITED = 2**31 - 1
 
@@ -44,7 +48,7 @@ class _CutSide(NamedTuple):
     column: int
     """Column of the linear program for the variable y_s,j of this cut and layer (`linear_program.py`)."""
     value: int
-    """Fixed value of the variable: 0 or 1."""
+    """Fixed value of the variable y_s,j: 1 if the cut is after the layer, 0 if the cut is before the layer."""
 
 
 class _RecomputeOption(NamedTuple):
