@@ -140,9 +140,10 @@ def _stage_counts(case: Case) -> Iterator[int]:
 
 
 def best_of_equally_fast(case: Case, step_us: float, *, deadline: Deadline = NEVER) -> ChainCuts | None:
-    """Return the best of all partitions with the step time `step_us`; None if there are too many partitions.
+    """Return the best partition with the step time `step_us`; None if none is found.
 
     The best partition has the lowest peak memory, then the fewest transferred bytes, then the most equal stage times.
+    Above the limits `_LARGEST_COMPARED` and `_MOST_TIED_LABELS`, a better one may exist.
 
     Args:
         case: Layers, devices and schedule to plan for.

@@ -9,7 +9,7 @@ is added, and bounds the step time of every complete plan that contains the part
               lower bounds   |  F  B  q  U  |
                              |______________|  extend -> partial plan of layers h..L-1
 
-The letters are those of docs/cost-model.md:
+The rules are those of docs/cost-model.md, which uses other letters for some of these values:
 
     M, K, k     number of micro-batches, number of stages, index of the added stage
     F, B, q     time of the added stage: forward; backward of micro-batches 0..M-2; backward of micro-batch M-1
