@@ -32,4 +32,4 @@ def export(
     load = f"model.load_state_dict(torch.load({output!r}))"
     if output.endswith(".safetensors"):  # has a tied tensor under one of its names
         load = f"safetensors.torch.load_model(model, {output!r})"
-    console.note(f"{done.tensors} tensors of {done.checkpoint}: `{load}`, or `--weights {output}`")
+    console.note(f"next: load {done.tensors} tensors of {done.checkpoint}: `{load}`, or `train.py --weights {output}`")

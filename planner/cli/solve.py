@@ -223,8 +223,8 @@ def _notes(console: Console, plan: "Plan", profile: "Profile", *, extrapolated: 
     share = plan.predicted.recompute_share
     if inputs.recompute == "auto" and share >= _MUCH_RECOMPUTED and profile.device.how != "compiled":
         console.note(
-            f"note: {percent(share)} of the compute time recomputes whole stages; `--recompute layers` recomputes only "
-            "some layers, which may be faster, but takes longer to solve"
+            f"note: recomputing whole stages takes {percent(share)} of the compute time; `--recompute layers` "
+            "recomputes only some layers, which may be faster, but takes longer to solve"
         )
     if extrapolated:
         console.warning("micro-batch sizes outside the profiled range are extrapolated: peaks may be underestimated")

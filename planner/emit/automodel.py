@@ -79,7 +79,7 @@ def _check(layout: PlanLayout) -> None:
     for path in (path for stage in layout.module_paths(_NAME) for path in stage):
         if _INSIDE_A_MEMBER.search(path):
             raise UsageError(
-                f'{_NAME} keeps or deletes members of lists as a whole, not "{path}"',
+                f'{_NAME} cannot cut inside a member of a module list, but "{path}" is a layer of the plan',
                 hint="profile the model in whole blocks, or use another `--format`",
             )
     for first, second in layout.tied_pairs_across_stages():

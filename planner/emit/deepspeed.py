@@ -49,7 +49,7 @@ def emit_deepspeed(layout: PlanLayout) -> EngineFile:
     for first, second in layout.tied_pairs_across_stages():
         raise UsageError(
             f'"{first}" and "{second}" share parameters across stages, but DeepSpeed would train two copies',
-            hint=f"solve with `--together {first},{second}`; or write both as a `TiedLayerSpec` and set PARTS by hand",
+            hint=f"solve with `--together {first},{second}`; or write both as a `TiedLayerSpec` and cut by hand",
         )
     choices = {stage.recompute for stage in plan.stages}
     notes = layout.schedule_notes(_NAME, ONE_FORWARD_ONE_BACKWARD)

@@ -63,7 +63,8 @@ def emit_torchtitan(layout: PlanLayout) -> EngineFile:
     for path in (path for stage in paths for path in stage):
         if path.count(".") > 1:
             raise UsageError(
-                f'torchtitan keeps or deletes children of the model and members of their lists, not "{path}"',
+                f'torchtitan cuts only between children of the model and members of their lists, but "{path}" is a '
+                "layer of the plan",
                 hint="profile the model in whole blocks, or use another `--format`",
             )
     layout.refuse_placement(_NAME)

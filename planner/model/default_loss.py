@@ -92,7 +92,7 @@ class DefaultLoss:
     def _present(self, loss: Any, described: str) -> Tensor:
         if not isinstance(loss, Tensor):
             raise ModelError(
-                f"{described} is trained, but this output has none",
+                f"{described} is trained as the loss, but a later output does not have it",
                 hint="let the model return the same structure whenever it is called, or define `loss_fn`",
             )
         return loss

@@ -125,8 +125,8 @@ def _is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
 def _refusal(name: str, tried: int, differing: int, step: str = "") -> ModelError:
     return ModelError(
         f"{name} reads all parameters in `step()`{step} (for a clip, a step size, a count, a skip or noise), and a "
-        f"rank of a pipeline has those of its own stages only: of {tried} parameters that were tried, {differing} are "
-        "stepped differently in two parts than together",
+        f"rank of a pipeline has those of its own stages only: in a test with {tried} parameters, {differing} were "
+        "updated differently when each of two optimizers had one half of them",
         hint=_HINT,
     )
 

@@ -73,8 +73,8 @@ class _DeferredUse:
         if (x._version, self.gradient._version) != self.versions:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation "
-                f"between the backward of the input and that of the weights: a {type(self.operator).__name__} of "
-                f"shape {list(weight.shape)} needs what it had in forward"
+                f"between the input-gradient and the weight-gradient pass: the weight gradient of a "
+                f"{type(self.operator).__name__} of shape {list(weight.shape)} needs the earlier value"
             )
         return self.operator.weight_gradients(self.gradient, self.operands)
 

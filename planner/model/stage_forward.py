@@ -250,7 +250,7 @@ class StageForward:
             if not is_same_constant(leaf, expected):
                 raise ModelError(
                     f'"{call.path}" returned {describe_constant(leaf)} where it returned '
-                    f"{describe_constant(expected)} when its layers were found: only "
+                    f"{describe_constant(expected)} for `example_batch`: only "
                     "tensors are sent to the next stages, which would use the old value",
                     hint="return it as a tensor, and give inputs of the same shape as those of `example_batch`",
                 )

@@ -35,8 +35,8 @@ class UnreadOutput(Tensor):
             return func(zeros_without_memory(args[0].shape, args[0].dtype, args[0].device), *args[1:], **(kwargs or {}))
         name = next(tensor._name for tensor in tensors_in((args, kwargs)) if isinstance(tensor, UnreadOutput))
         raise ModelError(
-            f'the loss reads the model\'s output "{name}" ({func._schema.name}), which it did not read when the '
-            "model's layers were found: the previous stages do not send it",
+            f'the loss reads the model\'s output "{name}" ({func._schema.name}), which it did not read for '
+            "`example_batch`: the previous stages do not send it",
             hint="let `loss_fn` read the same outputs whenever it is called",
         )
 

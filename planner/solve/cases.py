@@ -26,7 +26,7 @@ def check_request(profile: Profile, request: Request) -> None:
     num_layers, num_devices = len(profile.layers), inputs.devices
     if inputs.replicas < 0 or inputs.chunks < 0 or not all(0 < speed < inf for speed in inputs.speeds):
         raise UsageError(
-            f"replicas and chunks are at least 1 (0 leaves them open) and speeds above 0, "
+            f"replicas and chunks are at least 1 (0: the solver chooses) and speeds above 0, "
             f"got {inputs.replicas}, {inputs.chunks} and {list(inputs.speeds)}"
         )
     if not 1 <= num_devices == len(inputs.memory_bytes):

@@ -89,9 +89,9 @@ def _too_large(plan: Plan, memory: StageMemory, limit_bytes: int, chip: str) -> 
     fullest = max(stage.memory.total - stage.memory.reserve for stage in plan.stages)
     items = ", ".join(f"{name.replace('_', ' ')} {format_bytes(size)}" for name, size in memory.items() if size)
     return InfeasibleError(
-        f"in one JAX program, every device needs as much of each component as the stage with most of it: {items}; "
+        f"in one JAX program, every device needs the largest amount of each component over all stages: {items}; "
         f"the sum is {format_bytes(memory.total)}, the limit is {format_bytes(limit_bytes)}",
-        hint=f"reserve the memory that the program needs in addition to its fullest stage, `solve --reserve "
-        f"{bytes_option(memory.total - fullest)}`, or emit for the bundled executor; small programs may need less than "
-        f"predicted: solve with more `--mem`, and ask the compiler (`train_jax.py --compile {chip}`)",
+        hint=f"solve with `--reserve {bytes_option(memory.total - fullest)}`, which is what the program needs beyond "
+        "its largest stage, or emit for the bundled executor; small programs may need less than predicted: solve with "
+        f"more `--mem`, and ask the compiler (`train_jax.py --compile {chip}`)",
     )

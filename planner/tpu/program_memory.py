@@ -75,7 +75,7 @@ def program_memory(costs: ChainCosts, partition: Partition) -> StageMemory:
     memory = costs.memory_model
     if not isinstance(memory, CompiledLayerMemory) or not memory.programs:
         raise UsageError(
-            "the profile does not record what layers need in one compiled program",
+            "the profile does not record the memory that layers need in one compiled program",
             hint="profile for a TPU, which need not be attached: `gpipe-plan profile MODEL --device tpu:v2`",
         )
     micro_batches = partition.micro_batches

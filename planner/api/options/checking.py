@@ -28,7 +28,8 @@ class CheckOptions:
         ),
     ] = "0%"
     balance: Annotated[
-        Numbers | File | None, Option("6,6,6,6|FILE", "Check these cuts instead of the plan's.", _ELSEWHERE)
+        Numbers | File | None,
+        Option("6,6,6,6|FILE", "Check these cuts (layers per stage) instead of the plan's.", _ELSEWHERE),
     ] = None
     model: Annotated[
         File | None,

@@ -160,7 +160,8 @@ class SolverOptions:
         bool, Option("", "Allow micro-batch sizes outside the profiled range.", _BATCH, recorded=_FLAG)
     ] = False
     balance: Annotated[
-        Numbers | File | None, Option("6,6,6,6|FILE", "Evaluate these cuts instead of searching.", _CUTS)
+        Numbers | File | None,
+        Option("6,6,6,6|FILE", "Evaluate these cuts (layers per stage) instead of searching.", _CUTS),
     ] = None
     together: Annotated[
         Sequence[str | Sequence[str]] | None,

@@ -116,8 +116,8 @@ def check_partition(partition: Partition, *, num_layers: int, num_devices: int) 
         )
     if chunks < 1 or len(balance) % chunks or (chunks > 1 and not partition.schedule_object.is_chunked):
         raise UsageError(
-            f"{len(balance)} stages cannot be {chunks} chunks on each device of a {partition.schedule} pipeline",
-            hint="make the number of stages a multiple of `chunks`; not every schedule has chunks above 1",
+            f"schedule {partition.schedule} with {chunks} chunks per device cannot run {len(balance)} stages",
+            hint="make the number of stages a multiple of `chunks`; only some schedules allow `chunks` above 1",
         )
     if replicas < 1 or partition.num_devices * replicas > num_devices:
         pipelines = f"{replicas} pipelines of {partition.num_devices}" if replicas > 1 else f"{len(balance)} stages"
@@ -127,7 +127,7 @@ def check_partition(partition: Partition, *, num_layers: int, num_devices: int) 
     for k, (first, end) in enumerate(partition.intervals()):
         layers = partition.recomputed_in(k)
         if bool(layers) != (partition.recompute[k] == "layers"):
-            raise UsageError(f"stage {k}: `recompute: layers` and a list of `recomputed` layers belong together")
+            raise UsageError(f"stage {k} needs both `recompute: layers` and a list of `recomputed` layers, or neither")
         if layers and not first <= min(layers) <= max(layers) < end:
             raise UsageError(f"stage {k} recomputes a layer that it does not run")
     partition.actions()

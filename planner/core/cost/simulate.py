@@ -199,7 +199,7 @@ def makespans(
     """
     num_partitions, num_stages = shape = times["forward_us"].shape
     if any(each.shape != shape for each in times.values()):
-        raise ValueError(f"times of {num_stages} stages of {num_partitions} partitions need arrays of one shape")
+        raise ValueError(f"arrays of times need one shape: ({num_partitions} partitions, {num_stages} stages)")
     blocks = np.broadcast_to(np.asarray(blocking, dtype=np.bool_), (num_stages,)).tolist()
     steps = _steps_of(tuple(map(tuple, actions)), num_stages)
     can_queue = _can_messages_queue(times)

@@ -58,7 +58,7 @@ def tensor_parallel_profile(profile: Profile, cluster: Cluster) -> Profile:
     """
     width, layers = cluster.tensor_parallel, layers_by_width(profile)
     if width not in layers:
-        raise UsageError(_missing(width), hint="profile this width too, and solve again")
+        raise UsageError(_missing(width), hint=f"also profile with {width} GPUs that share each layer, and solve again")
     # The optimizer is sharded among replicas with the same experts.
     shards = max(1, cluster.optimizer_shards // profile.expert_parallel)
     priced = tuple(_with_shard(_with_collectives(layer, cluster=cluster), shards) for layer in layers[width])
@@ -109,7 +109,7 @@ def merge_tensor_parallel_profiles(profiles: Mapping[str, Profile]) -> Profile:
         differs = next((what for what, of in _SAME.items() if of(first) != of(other)), "")
         if differs:
             raise UsageError(
-                f"`{name}` and `{other_name}` are not the same model at two widths: they differ in {differs}",
+                f"the profiles `{name}` and `{other_name}` cannot be merged: they differ in {differs}",
                 hint="profiles to merge differ only in the number of GPUs that share each layer (`tensor_parallel`)",
             )
         widths += [WidthCosts(tensor_parallel=other.tensor_parallel, layers=other.layers), *other.widths]
@@ -118,7 +118,7 @@ def merge_tensor_parallel_profiles(profiles: Mapping[str, Profile]) -> Profile:
     if twice is not None:
         raise UsageError(
             f"two of the profiles are for {pluralize(twice, 'GPU')} per layer (`tensor_parallel`)",
-            hint="name one profile for each width",
+            hint="name one profile for each number of GPUs per layer",
         )
     return replace(first, widths=tuple(sorted(widths, key=lambda width: width.tensor_parallel)))
 

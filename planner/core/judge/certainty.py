@@ -183,8 +183,8 @@ def headroom_for(profile: Profile, limits: Sequence[int]) -> float:
     ratio, reserved = _peak_ratios(profile)
     if ratio is None:
         raise UsageError(
-            f"`--headroom auto`: there is no measured peak to compare with a prediction from a profile that was "
-            f"{profile.device.how} on {profile.device.kind}",
+            f"`--headroom auto`: there is no measured peak of a plan whose profile was {profile.device.how} on "
+            f"{profile.device.kind}",
             hint="give the share to keep free: `--headroom 5%`",
         )
     # This inverts `_most_bytes`, whose constant term matters most for the smallest limit.

@@ -249,7 +249,7 @@ def _edited(plan: Plan, now: Plan) -> list[Finding]:
         message = f"values that differ from the cost model's: {listed}{more}" if figures else "memory differs"
     if changed:
         message += f"; memory differs in stage {', '.join(map(str, changed))}"
-    return [finding("GP203", message, hint="the plan's decisions were edited by hand")]
+    return [finding("GP203", message, hint="solve again, unless you edited the plan on purpose")]
 
 
 def is_equal_rounded(name: str, written: float, computed: float) -> bool:
@@ -301,7 +301,9 @@ def certificate_problems(plan: Plan, solver: SolverReport) -> tuple[str, ...]:
     if bound_us > step_us and not is_equal_rounded("lower_bound_us", bound_us, step_us):
         problems.append(f"the bound of {bound_us / 1e3:.1f} ms is above the step of {step_us / 1e3:.1f} ms")
     if named_us and (solver.status == "optimal" or plan.inputs.schedule != "auto" or named_us <= bound_us):
-        problems.append("a bound for named schedules needs `schedule: auto`, and must be above a bound below the step")
+        problems.append(
+            "a bound for named schedules needs `schedule: auto`, a status that is not `optimal`, and a smaller bound"
+        )
     if named_us > step_us and not is_equal_rounded("named_lower_bound_us", named_us, step_us):
         problems.append(f"the bound for named schedules, {named_us / 1e3:.1f} ms, is above the step")
     gap = max(0.0, 1 - bound_us / step_us) if step_us else 0.0

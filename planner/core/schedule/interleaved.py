@@ -48,8 +48,8 @@ class Interleaved(Schedule):
         if micro_batches % rounds:
             fewer = micro_batches - micro_batches % rounds
             raise UsageError(
-                f"{self.title} runs the micro-batches in M // K rounds of equal size, got M = {micro_batches}, "
-                f"K = {num_devices}: {rounds} rounds",
+                f"{self.title} runs the micro-batches in M // K = {rounds} rounds of equal size, which is impossible "
+                f"with M = {micro_batches}, K = {num_devices} devices",
                 hint=f"use `--micro-batches {fewer}` or a multiple of {num_devices}, "
                 f"or `--schedule {self.one_stage_name}`",
             )

@@ -63,7 +63,7 @@ class ListedSchedule(Schedule):
                 return placement
         raise UsageError(
             f"the action orders place the stages on devices {list(devices)}, which is neither a loop nor a V",
-            hint="put stage v K + d on device d (loop); for a V, on device K - 1 - d if v is odd",
+            hint="with K devices, stage s is on device s % K in a loop; in a V, on K - 1 - s % K if s // K is odd",
         )
 
     @cached_property

@@ -161,7 +161,7 @@ def _fewest_nodes(num_processes: int, nodes: Nodes) -> Nodes:
             return Nodes(count=count, devices=num_processes // count)
     raise UsageError(
         f"{pluralize(num_processes, 'process', 'es')} cannot be shared evenly by nodes of "
-        f"{pluralize(nodes.devices, 'device')}, of which there {'is' if nodes.count == 1 else 'are'} {nodes.count}",
+        f"{pluralize(nodes.devices, 'device')} (at most {pluralize(nodes.count, 'node')})",
         hint="solve for a number of devices that fills nodes, or give the available nodes: `--nodes 4x8`",
     )
 

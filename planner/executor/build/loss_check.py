@@ -199,8 +199,8 @@ def _loss_of_detached(loaded: LoadedModel, output: Any, targets: Any) -> Any:
         if _NOT_IN_GRAPH not in str(error):
             raise
         raise RefusedLossError(
-            "`loss_fn` differentiates the model (`torch.autograd.grad` of an output by a tensor that `forward` "
-            "computes it from): the last stage of a pipeline does not have the layers in between",
+            "`loss_fn` differentiates the model (`torch.autograd.grad` of an output with respect to an input or an "
+            "activation): the last stage of a pipeline does not have the layers in between",
             hint="let `loss_fn` differentiate only what it computes itself from the output, or train on one device",
         ) from error
 

@@ -120,8 +120,8 @@ class _RepeatedForwards:
             number = next((leaf for leaf in flatten(value)[0] if isinstance(leaf, bool | int | float)), None)
             if any(reads) and number is not None:
                 raise ModelError(
-                    f"a layer returns the Python number {number}, and reads numbers from tensors: only tensors are "
-                    "sent to the next stages, which would always use this number",
+                    f"a layer reads values of tensors, such as by `.item()`, and returns the Python number {number}: "
+                    "only tensors are sent to the next stages, so they would always use this number",
                     hint="return the number as a tensor, and read it in the layer that uses it",
                 )
 

@@ -200,7 +200,7 @@ class CheckedModel:
             return replace(self, one_by_one=True)
         if 2 * own_bytes > _MOST_BYTES:
             wanted = format_bytes(2 * own_bytes)
-            raise ChildError(f"parameters and gradients take {wanted} even without repeated layers")
+            raise ChildError(f"parameters and gradients take {wanted} even if repeated layers are left out")
         reason = f"the optimizer was not compared: with its state it takes {format_bytes(4 * most_bytes)}"
         return replace(
             self, one_by_one=True, reason=reason, options=replace(self.options, steps=1, late_steps=0, updates=False)

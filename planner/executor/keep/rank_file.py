@@ -125,7 +125,7 @@ def write_rank_file(file: BinaryIO, state: Mapping[str, Any], tensors: Mapping[s
     content = json.dumps(header).encode()
     content += b" " * (-len(content) % 8)
     if len(content) > _MOST_HEADER_BYTES:
-        raise ValueError(f"the state of a rank without its tensors has more than {_MOST_HEADER_BYTES} bytes")
+        raise ValueError(f"the state of a rank has more than {_MOST_HEADER_BYTES} bytes in addition to tensors")
     file.write(struct.pack("<Q", len(content)) + content)
     for _, tensor in ordered:
         file.write(bytes_of(tensor))

@@ -118,8 +118,8 @@ class ResumableLoader:
         number = state.get("number", self._number_of_loader)
         if number > self._number_of_loader and state["loader"] is None and isinstance(self.loader, Iterator):
             raise UsageError(
-                f"the checkpoint has a position in loader {number} of the run, but after the resume "
-                f"{_title(self.loader, length)} is loader {self._number_of_loader}",
+                f"the checkpoint was written when the run used its loader {number}, but the resumed run passes "
+                f"{_title(self.loader, length)} as loader {self._number_of_loader}",
                 hint=_SAME_LOADERS,
             )
         self._resumed = state

@@ -66,7 +66,7 @@ class ModuleSettings:
                     raise TrainingError(
                         f'a layer of another rank has changed {name} of "{path}" after the first step, but this rank '
                         "runs the module, and its copy does not have the change",
-                        hint="let each module change only itself, and decide this from the inputs of its own `forward`",
+                        hint="let each module change only its own settings, depending only on inputs of its `forward`",
                     )
 
     def _settings(self, path: str, module: nn.Module) -> Settings:

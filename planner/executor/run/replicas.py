@@ -112,8 +112,9 @@ class ReplicaGradients:
         self._additions[parameter] += 1
         if self._bucket_of[parameter].is_started:
             raise ModelError(
-                "a parameter's gradient was added to more often than in the first step, after it had been sent",
-                hint="a layer that checkpoints its own parts must use each parameter equally often in every step",
+                "a backward added to a parameter's gradient more often than in the first step: the gradient had "
+                "already been sent to the other replicas",
+                hint="a layer that uses `torch.utils.checkpoint` must use each parameter equally often in every step",
             )
         self._start_complete()
 

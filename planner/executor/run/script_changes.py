@@ -164,7 +164,7 @@ class ScriptChangeRecorder:
         if own.optimizer_steps != other.optimizer_steps:
             raise TrainingError(
                 f"rank {rank} has called `optimizer.step()` {own.optimizer_steps} times, and rank {previous} "
-                f"{other.optimizer_steps} times: the script skips steps by values of one rank's parameters",
+                f"{other.optimizer_steps} times: the script skips steps depending on one rank's parameters",
                 hint=_HINT,
             )
         if own.rates != other.rates:

@@ -113,10 +113,8 @@ def _is_same(leaf: Any, planned: Any) -> bool:
 def _describe_change(now: Any, before: Any) -> str:
     """Describe the difference between two constants that are not equal."""
     if type(now) is type(before) and not is_plain(now) and not isinstance(now, np.ndarray):
-        return (
-            f'an object of type "{type(now).__name__}", and not the one of the forward in which its layers were found'
-        )
-    return f"{describe_constant(now)} where it returned {describe_constant(before)} when its layers were found"
+        return f'an object of type "{type(now).__name__}", and not the one that it returned for `example_batch`'
+    return f"{describe_constant(now)} where it returned {describe_constant(before)} for `example_batch`"
 
 
 @dataclass(frozen=True)

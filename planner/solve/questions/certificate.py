@@ -56,7 +56,8 @@ def _findings(written: Plan, now: Plan, profile: Profile) -> tuple[Finding, ...]
                 problem, is_open = question(written, now, profile)
                 (open_ones if is_open else problems).extend([problem] if problem else [])
     wrong = [finding("GP205", "; ".join(problems), hint=_HINT)] if problems else []
-    return (*wrong, *(finding("GP206", f"{why}: status, bound and frontier are as stored") for why in open_ones[:1]))
+    unverified = "status, bound and frontier were read from the plan, and not verified"
+    return (*wrong, *(finding("GP206", f"{why}: {unverified}") for why in open_ones[:1]))
 
 
 def _faster(_written: Plan, now: Plan, profile: Profile) -> tuple[str, bool]:

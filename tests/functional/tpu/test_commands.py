@@ -208,7 +208,7 @@ def test_profile_without_the_extra_prints_how_to_install_it(here, capsys, monkey
     [
         (("--schedule", "1f1b"), "the JAX program runs GPipe's schedule"),
         (("--replicas", "2"), "the JAX program is one pipeline, not 2 replicas"),
-        ((), "the profile does not record what layers need in one compiled program"),
+        ((), "the profile does not record the memory that layers need in one compiled program"),
     ],
 )
 def test_plans_that_jax_cannot_run_are_refused_with_a_remedy(here, capsys, options, problem):
@@ -231,7 +231,7 @@ def test_stages_with_too_different_memory_are_refused(here: Path, capsys: pytest
     assert call(capsys, "solve", "--devices", "2", "--mem", "4MB", "--batch", "8", *cut).code == 0
     refused = call(capsys, "emit", "--format", "jax")
     assert refused.code == 1
-    assert "every device needs as much of each component as the stage with most of it" in refused.error
+    assert "every device needs the largest amount of each component over all stages" in refused.error
     assert "ask the compiler (`train_jax.py --compile v2`)" in refused.err
 
 

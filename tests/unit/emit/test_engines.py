@@ -319,7 +319,7 @@ def tied() -> Profile:
         ("torch", profile_of("a", "b#2"), (1, 1), {}, '"b#2" is not a module with a path'),
         ("device-map", profile_of("a", "b\nc"), (1, 1), {}, "is not a module with a path"),
         ("torchtitan", profile_of("a", "b.0.attention"), (1, 1), {}, "members of their lists"),
-        ("automodel", profile_of("a", "model.layers.0.mlp"), (1, 1), {}, "members of lists as a whole"),
+        ("automodel", profile_of("a", "model.layers.0.mlp"), (1, 1), {}, "cut inside a member of a module list"),
         ("automodel", tied(), (3, 3), {}, "share parameters across stages"),
         ("automodel", None, (3, 3), {"micro_batches": 1}, "as many micro-batches as devices, 2, but the plan has 1"),
         ("megatron", profile_of("a", "b", "c"), (1, 2), {}, "cannot tell which layers"),

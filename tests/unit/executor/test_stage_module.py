@@ -452,5 +452,5 @@ def test_constants_at_a_boundary_must_be_the_planned_ones() -> None:
         sent=Boundary.of((torch.zeros(2, 8, device="meta"), 5)),
     )
     module(torch.zeros(2, 5, 8))
-    with pytest.raises(ModelError, match="returned 4 where it returned 5 when its layers were found"):
+    with pytest.raises(ModelError, match="returned 4 where it returned 5 for `example_batch`"):
         module(torch.zeros(2, 4, 8))

@@ -97,7 +97,7 @@ def test_the_default_loss_is_chosen_once() -> None:
     weight = torch.ones((), requires_grad=True)
     loss((torch.ones(2, 1), weight.detach(), weight * 2), None)
     assert float(loss((torch.ones(1, 1), torch.tensor(5.0), torch.tensor(7.0)), None)) == 7.0
-    with pytest.raises(ModelError, match=r'"2".* is trained, but this output has none'):
+    with pytest.raises(ModelError, match=r'"2".* is trained as the loss, but a later output does not have it'):
         loss((torch.ones(1, 1), torch.tensor(5.0)), None)
 
 

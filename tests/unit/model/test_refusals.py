@@ -262,7 +262,7 @@ def test_objects_between_layers_of_a_sequential_are_named_by_their_type(choose, 
     blocks = lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Chooses(choose), Calls(), nn.Linear(WIDTH, WIDTH))  # noqa: E731
     checked = check_equivalence(loaded_model(blocks, WIDTH), budget_s=30.0)
     (warning,) = (text for text in checked.warnings if 'after "1"' in text)
-    assert f'a layer returned an object of type "{kind}", and not the one of the forward in which' in warning
+    assert f'a layer returned an object of type "{kind}", and not the one that it returned for' in warning
 
 
 class ChecksRange(nn.Linear):

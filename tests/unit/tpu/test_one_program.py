@@ -156,5 +156,5 @@ def test_a_profile_without_records_of_programs_is_refused() -> None:
     without = (replace(layer.program[0], received=()) for layer in (FIRST, SECOND))
     for first, second in (((), ()), ((one,) for one in without)):
         costs = costs_at(chain(replace(FIRST, program=first), replace(SECOND, program=second)), 1)
-        with pytest.raises(UsageError, match="does not record what layers need in one compiled program"):
+        with pytest.raises(UsageError, match="does not record the memory that layers need in one compiled program"):
             program_memory(costs, partition("never", "never"))
