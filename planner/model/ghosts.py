@@ -67,7 +67,7 @@ class Ghost(Tensor):
 
     @property
     def fake_tensor(self) -> FakeTensor:
-        """Torch's fake tensor inside of this tensor without values. Fake tensors of views share a storage."""
+        """Torch's fake tensor with this tensor's shape and dtype. Fake tensors of views share a storage."""
         if self._fake is None:
             # Other modes must not see this operator: a recorder would note the tensor as made by the model's code.
             with _disable_current_modes(), _mode(), torch._C.DisableTorchFunction(), _without_tracing():

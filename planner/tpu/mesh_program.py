@@ -88,7 +88,7 @@ class Packing:
         return arrays
 
     def sum_arrays(self, stage: int, packed: Sequence[Array], arrays: Sequence[Array]) -> list[Array]:
-        """Return the sums of packed arrays and of more arrays of the same stage, packed in the same way.
+        """Pack `arrays`, add them to `packed` array by array, and return the packed sums.
 
         Args:
             stage: Index of the stage.

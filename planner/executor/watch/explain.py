@@ -99,8 +99,8 @@ def name_of_rank(rank: int, of_ranks: Mapping[int, Mapping[str, Any]]) -> str:
     return str(of_ranks.get(rank, {}).get("name") or f"rank {rank}")
 
 
-def is_lost_contact(error: BaseException) -> bool:
-    """Return True if the error is a failed transfer."""
+def is_failed_transfer(error: BaseException) -> bool:
+    """Return True if a transfer to or from another process failed."""
     text = str(error)
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and any(word in text for word in ("gloo/", "Connection closed by peer", "NCCL"))

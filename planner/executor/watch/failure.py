@@ -203,7 +203,7 @@ class FailureWatch:
         message: PlannerError | None
         if isinstance(error, PlannerError):
             message = error
-        elif self._store is not None and explain.is_lost_contact(error):
+        elif self._store is not None and explain.is_failed_transfer(error):
             # A transfer also fails if the other rank has died, which must be reported instead.
             message = self._lost_contact_error()
         else:

@@ -142,7 +142,7 @@ def _certificate(plan: Plan) -> str:
 
 def _stages(plan: Plan) -> Section:
     columns = ("stage", "layers", "recompute", "device", "forward", "backward", "memory", "limit", "share")
-    body = values_table(plan_stage_table(plan).pick(*columns), text=3, marks={"stage": " ◀"})
+    body = values_table(plan_stage_table(plan).pick(*columns), num_text_columns=3, marks={"stage": " ◀"})
     lead = "Times are for one micro-batch; backward includes recomputation."
     lead += " ◀ marks the slowest." if len(plan.stages) > 1 else ""
     if plan.tensor_parallel > 1:

@@ -26,33 +26,35 @@ def layer_name_markup(name: str) -> str:
     return element("span", escape_text(name).replace(".", ".<wbr>"), class_="name")
 
 
-def html_table(header: Sequence[str], rows: Iterable[Sequence[str]], *, text: int = 1) -> str:
+def html_table(header: Sequence[str], rows: Iterable[Sequence[str]], *, num_text_columns: int = 1) -> str:
     """Return a table as markup.
 
     Args:
         header: Titles of the columns.
         rows: Cells of each row, as markup.
-        text: Number of columns with text, from the left.
+        num_text_columns: Number of columns with text, from the left.
     """
 
     def cells(tag: str, row: Sequence[str]) -> str:
-        return "".join(element(tag, cell, class_=None if n < text else "n") for n, cell in enumerate(row))
+        return "".join(element(tag, cell, class_=None if n < num_text_columns else "n") for n, cell in enumerate(row))
 
     head = element("thead", element("tr", cells("th", [escape_text(name) for name in header])))
     body = element("tbody", *(element("tr", cells("td", row)) for row in rows))
     return element("div", element("table", head, body), class_="wide", tabindex="0", role="group")
 
 
-def values_table(shown: Table, *, text: int = 1, marks: Mapping[str, str] | None = None) -> str:
+def values_table(shown: Table, *, num_text_columns: int = 1, marks: Mapping[str, str] | None = None) -> str:
     """Return a table of values as markup.
 
     Args:
         shown: The table of values.
-        text: Number of columns with text, from the left.
+        num_text_columns: Number of columns with text, from the left.
         marks: Suffix of emphasized values (`Column.marked`), by column name.
     """
     columns = [_cells(column, (marks or {}).get(column.name, "")) for column in shown.columns]
-    return html_table([column.heading for column in shown.columns], zip(*columns, strict=True), text=text)
+    return html_table(
+        [column.heading for column in shown.columns], zip(*columns, strict=True), num_text_columns=num_text_columns
+    )
 
 
 def _cells(column: Column, mark: str) -> list[str]:

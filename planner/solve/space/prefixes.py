@@ -54,7 +54,7 @@ class PrefixBounds:
         return (*firsts[::-1], self._problem.num_layers) if firsts else None
 
     def stages_of_bound(self, name: str) -> Iterator[StageTimeArrays]:
-        """Yield the stages of a partition that attains the bound for all layers, from the last stage to the first.
+        """Yield the stages of a partition of all layers whose value equals the bound, from the last stage to the first.
 
         All devices and links must be equal, or the number of stages must be fixed. Each result is one stage, in arrays
         with one entry. If no partition fits, there are none. `name` is a key of the argument `kinds` of this class.
