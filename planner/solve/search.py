@@ -43,8 +43,8 @@ _CLOSE: Final = 1.05
 """Value of `_FAR` for requests with several tensor-parallel widths."""
 
 _CLEARLY: Final = 1.07
-"""Action orders are also searched from the best plan with a named schedule, if it takes less than this multiple of the
-step time of the best plan with searched orders."""
+"""Action orders are also searched from the best plan with a named schedule (any except `search`), if it takes less than
+this multiple of the step time of the best plan with searched orders."""
 
 
 _TIED: Final = 1.005
@@ -61,10 +61,11 @@ _NEAREST_SCHEDULES: Final = 2
 """Number of fastest schedules that are searched again for longer, if several tensor-parallel widths are possible."""
 
 _NEAREST_OF_WIDTH: Final = 3
-"""Number of fastest schedules that are searched again for longer, if one tensor-parallel width is possible."""
+"""Number of fastest schedules that are searched again for longer, if only one tensor-parallel width is possible."""
 
 _LONG_BUDGET: Final = 3
-"""Multiplier of `Request.actions` in the second search of a schedule. Its only case may use half of these actions."""
+"""Multiplier of `Request.actions` in the second search of a schedule. This search has a single case, which may use half
+of these actions."""
 
 _FIRST_BUDGET: Final = 5
 """Divisor of `Request.actions` in the first pass over tensor-parallel widths."""
@@ -83,7 +84,7 @@ _MOST_ACTIONS_OF_RANKED: Final = 2_400_000
 """Limit on the simulated actions of one schedule, over all tensor-parallel widths, replicas and M."""
 
 MOST_WORK: Final = 20_000
-"""Largest number of layers times devices for which further requests are solved for hints."""
+"""Limit on layers times devices. Above it, no requests are solved for hints, schedule comparisons and certificates."""
 
 
 def solve(

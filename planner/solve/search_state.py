@@ -28,7 +28,7 @@ _MOST_ACTIONS = 2_000_000
 """Default limit on the actions that one search simulates, which takes some seconds."""
 
 _MOST_KNOWN = 16
-"""Largest number of partitions simulated together whose step times are stored for later simulations."""
+"""Step times are stored for later simulations only if at most this number of partitions is simulated together."""
 
 _FEW_BLOCKS = 8
 """Largest number of batches of `BLOCK` partitions that a search with a limited budget simulates to prove optimality."""
@@ -73,7 +73,7 @@ class SimulationBudget:
         return True
 
     def count(self, evaluator: Evaluator, num_partitions: int) -> None:
-        """Add the actions of simulated partitions to the spent ones."""
+        """Add the actions of `num_partitions` simulated partitions to `spent`."""
         self.spent += -(-num_partitions // BLOCK) * evaluator.num_actions
 
     def affordable_partitions(self, evaluator: Evaluator) -> int:

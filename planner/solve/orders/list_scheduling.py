@@ -7,7 +7,8 @@ and W). The devices are simulated. A free device runs the first of these actions
     F       if fewer than `most_waiting` micro-batches are between F and I (or B) on the stage, and memory suffices
     W       if no other action can begin within `patience` times the duration of the W, or memory is needed
 
-Otherwise the device waits. Good values depend on times and memory, so `order_search.py` tries several.
+Otherwise the device waits. Good values of `forward_first`, `most_waiting` and `patience` depend on times and memory, so
+`order_search.py` tries several.
 
 Example with K = 2 devices, M = 2 micro-batches and F = I = W = 1; the cell 1F0 is stage 1, action F, micro-batch 0:
 
@@ -190,7 +191,7 @@ class _ListScheduler(ABC):
         """Return True if all actions have run."""
 
     def start(self, device: int, act: Act) -> float:
-        """Count an action and its memory; return its duration in microseconds."""
+        """Record the start of an action and its effect on memory; return the action's duration in microseconds."""
         tables, (stage, kind, micro_batch) = self.tables, act
         if kind == "F":
             self.num_forwards[stage] = micro_batch + 1

@@ -1,7 +1,7 @@
 """Changes of an action order in a local search: moves of actions, and merges and splits of backwards.
 
-Most moves of other actions than those of a critical path leave the step time as it is. Example with K = 2 devices, M =
-2 micro-batches and F = I = W = 1; the cell 1F0 is stage 1, action F, micro-batch 0. Device 0 needs seven units of time
+Moving an action that is not on a critical path rarely changes the step time. Example with K = 2 devices, M = 2
+micro-batches and F = I = W = 1; the cell 1F0 is stage 1, action F, micro-batch 0. Device 0 needs seven units of time
 from its first to its last action, and waits for 1I0. So the critical path is 0F0, 1F0, 1I0, and then the last four
 actions of device 0:
 
@@ -69,7 +69,8 @@ def move_actions(
         problem: The stages.
         rows: Actions of each device, in order.
         rng: Source of random numbers.
-        critical: Actions of which most moves choose one; if empty, all actions are equally likely.
+        critical: Actions of a critical path. Most moves choose one of these actions. If there are none, all actions are
+            equally likely.
     """
     changed = [*map(list, rows)]
     for _ in range(rng.choice((1, 2))):

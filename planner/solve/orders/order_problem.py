@@ -46,9 +46,15 @@ class SimulationTables:
     last_durations_us: Mapping[Letter, Sequence[float]]
     """Duration of the backwards of the last micro-batch, for each stage."""
     saved_us: Sequence[float]
-    """For each stage, duration of I plus W minus B; 0 for stages with whole backwards."""
+    """For each stage, time that a whole backward (B) saves over a split one (I and W), which is I + W - B.
+
+    The value is 0 for stages whose backwards are all whole.
+    """
     last_saved_us: Sequence[float]
-    """For each stage, duration of I plus W minus B of the last micro-batch; 0 for stages with whole backwards."""
+    """For each stage, time that a whole backward (B) of the last micro-batch saves over a split one (I and W).
+
+    The value is 0 for stages whose backwards are all whole.
+    """
     down: Sequence[Route]
     """Route from each stage to the next one; from the last stage to itself."""
     up: Sequence[Route]

@@ -41,7 +41,7 @@ _PATIENT = (0.0, 0.25)
 _EITHER = (True, False)
 
 _TRY_ACTIONS = 60
-"""Fixed time to make one order, in simulated actions."""
+"""Constant part of the time to make an order, as the number of actions that can be simulated in this time."""
 
 _CHECK_ORDERS = 1
 """Number of orders that can be made in the time of one check by the exact memory model."""
@@ -56,10 +56,10 @@ _MERGE_SHARE = 0.2
 """Probability that a change of the order merges or splits backwards, if split backwards take longer than whole ones."""
 
 _REFUSED = 10
-"""Ratio of orders that do not fit to orders that fit, above which a search for orders rarely improves the plan."""
+"""If more than this number of orders exceed memory for each order that fits, the search rarely improves the plan."""
 
 _CRITICAL_FROM = 0.5
-"""Share of the budget left, from which on most moves are of critical actions, if the exact model limits memory.
+"""If only the exact model checks memory, most moves are of critical actions once this share of the budget is left.
 
 Moves of other actions rarely change the step time, but they prepare moves of critical ones. A search without lookahead
 moves critical actions as soon as it has accepted an order.
@@ -94,13 +94,16 @@ class OrderSearch:
         self.best: SimulatedOrder | None = None
         self._merges = not is_split_backward_costless(problem)
         self._is_exact = False
-        """True if only the exact memory model limits memory. The search then continues only from orders that fit."""
+        """True if simulations ignore memory, so that only the exact memory model rejects orders.
+
+        The search then continues only from orders that fit.
+        """
         self.spent = 0
         """Number of actions scheduled or simulated so far."""
         self._num_fitting = self._num_refused = 0
         """Number of orders that fit, and that do not fit, according to the exact memory model."""
         self._rules_us: dict[DispatchRules, float] = {}
-        """Step time of the order from each of the tried rules, or the limit on the step time that it exceeded."""
+        """Step time of the order that each tried set of rules made; the limit on the step time if it made none."""
 
     def search(self, most_actions: int) -> SimulatedOrder | None:
         """Return the best order found by simulating at most `most_actions` actions; None if no order fits."""

@@ -49,7 +49,7 @@ _GAIN = 5e-3
 """Relative gain above which a search without lookahead is repeated, at most `_ROUNDS` times in all."""
 
 _OF_BOUND = 4
-"""Divisor of the budget spent so far, for the time that the lower bound of all partitions may take."""
+"""The lower bound of all partitions may take the budget spent so far, divided by this number."""
 
 
 def search_orders(

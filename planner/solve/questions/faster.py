@@ -21,7 +21,7 @@ _ACTIONS_OF_LAYER, _ACTIONS_OF_STEP = 200, 60
 """Number of actions to simulate per layer; or per pair of device and micro-batch, if this total is larger."""
 
 _LONGER = 2
-"""Multiplier of the number of simulated actions, if the requested schedule gains from a longer search."""
+"""Multiplier of the number of simulated actions, if `gains_from_longer_search` is true for the plan's schedule."""
 
 _LEAST_GAIN = 0.005
 """Smallest gain that is reported, as a share of the step time."""

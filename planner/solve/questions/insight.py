@@ -33,7 +33,8 @@ def frontier_of(profile: Profile, request: Request, plan: Plan) -> tuple[Frontie
     Args:
         profile: The profile of the plan.
         request: Request that the plan answers. Its function `watch` must not stop the searches.
-        plan: The plan. Its own figures are returned for its numbers of replicas and micro-batches, without a search.
+        plan: The plan. The point for the plan's numbers of replicas and micro-batches has the plan's figures, without a
+            search.
     """
     request, points = request.without_longer_search(), []
     questions = sorted({(case.replicas, case.micro_batches) for case in cases_of(profile, request)})

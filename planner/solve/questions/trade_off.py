@@ -32,7 +32,7 @@ def figures_by_schedule(
 
     Args:
         profile: The profile to plan for.
-        plan: Answer to a request with the schedule `auto`. For its schedule, its own figures are returned.
+        plan: Answer to a request with the schedule `auto`. The point for the plan's schedule has the plan's figures.
         micro_batches: Number of micro-batches, if the request fixed it; else None.
         watch: Callbacks of the searches. If they stop a search, the result is not usable.
         is_short: True to search only for some tenths of a second per schedule.
