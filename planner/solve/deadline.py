@@ -39,7 +39,8 @@ class Deadline:
     best_us: float = inf
     """Step time of the best plan so far. A search ends when its lower bound reaches this time."""
     enough_us: float = inf
-    """Smallest lower bound of earlier cases. Only the smallest counts, so a search need not raise its own above it."""
+    """Smallest lower bound of earlier cases. A search need not raise its case's lower bound above this time,
+    because only the smallest bound of all cases counts."""
     watch: SearchObserver = UNWATCHED
 
     @classmethod

@@ -11,6 +11,7 @@ The chosen arcs form a path from layer 0 to layer L. The step time (`planner.cor
     o       time of all-reduce and optimizer step of a stage
     h       F + q of a stage, without the recomputation in q
     S       variable: longest forward time of a stage, or transfer time of a link
+    B       variable: longest p of a stage, or transfer time of a link; constrained like S
     D       variable: time of the backward of all micro-batches
     U       variable: time that optimizer steps add
 
@@ -33,7 +34,7 @@ At most one chosen arc begins at layer i. The backward visits the stages from th
     D_i >= D_{i+1} + sum_{first = i} (q + C)                  micro-batch M-1 does not wait,
     D_i >= A_{i+1} + sum_{first = i} (p + q + C) + X_i        or it waits for earlier micro-batches at the stage,
     D_i >= A_{i+1} + sum_{first = i} (p + 2 C) + Z_i          or at the link
-    D   >= sum (min(p, q) + C) + (M-1) max(p, C)              implied, but makes HiGHS several times faster
+    D   >= sum (min(p, q) + C) + (M-1) B                      implied, but makes HiGHS several times faster
 
 The backward of earlier stages, and their forward in the next step, hide a part of a stage's optimizer step:
 

@@ -20,11 +20,11 @@ from planner.solve.space.any_order import least_us_in_any_order
 from planner.solve.space.case import Case
 
 MOST_ACTIONS_OF_SEARCH: Final = 1_000_000
-"""Number of actions that a search for action orders simulates over all cases, in some seconds. A second search, from
-the best plan, may simulate as many."""
+"""Usual limit on the actions that a search for action orders simulates, summed over all cases. The search then takes a
+few seconds. A later search, which starts from the best plan, has the same limit."""
 
 _NEAR: Final = 1.1
-"""Multiple of the fastest step time that a case must beat, if a longer search may improve its plan."""
+"""Multiple of the best step time so far below which a plan is kept, because a longer search may improve this plan."""
 
 NEARBY: Final = 1.1
 """Multiple of the fastest step time up to which longer searches improve plans. They made plans up to 17 % faster."""
@@ -33,10 +33,11 @@ _CLEARLY: Final = 1.01
 """Ratio of step times above which a plan with more chunks per device counts as slower."""
 
 _DESCENTS: Final = 2, 1, 0
-"""Number of local searches from new starts, for each of the fastest plans, fastest first. Only these are improved."""
+"""Number of further local searches in `improve_answer`, for the fastest, second and third fastest plan. Slower plans
+are not improved."""
 
 _LEVEL: Final = 1.03
-"""Multiple of the fastest step time above which a plan gets no local searches from new starts (`_DESCENTS`)."""
+"""Multiple of the fastest step time above which a plan gets no further local searches (`_DESCENTS`)."""
 
 
 def search_function_for(case: Case, request: Request, start: Answer | None) -> PlanSearch:

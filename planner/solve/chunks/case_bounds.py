@@ -18,7 +18,7 @@ from planner.solve.space.case import Case
 from planner.solve.space.partitions import Evaluator
 
 _MOST_WORK: Final = 1_500_000
-"""Longest time of all linear programs together, as the number of simulated actions that take as long."""
+"""Limit on the estimated time to solve all linear programs together, in simulated actions."""
 
 _EQUAL: Final = 1 + 1e-9
 """Ratio up to which two bounds count as equal."""

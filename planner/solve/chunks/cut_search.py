@@ -1,7 +1,7 @@
 """Local search over cuts with several stages per device, where a stage is recomputed whole or not at all.
 
-All moves of cuts are first simulated with the current recomputation. For the fastest moves, it is then chosen again on
-devices whose stages change. Moves may also change the recomputation of one device.
+All moves of cuts are first simulated with the current recomputation. For the fastest moves, the recomputation of
+devices whose stages change is then chosen again. Moves may also change the recomputation of one device.
 
 Complexity: O(V K M) numpy operations for each batch of moves, with V chunks on each of K devices and M micro-batches.
 """
@@ -26,8 +26,9 @@ _FRUITLESS = 12
 _FRUITLESS_FROM_BEST = 30
 """Number of restarts in a row without a better plan, after which `CutSearch.search_from` ends."""
 
-_PROMISING, _PROMISING_ALONE = 1.05, 1.25
-"""Multiples of `SearchState.upper_us` above which a search does not restart: with a limited and an unlimited budget."""
+_PROMISING_LIMITED, _PROMISING_UNLIMITED = 1.05, 1.25
+"""Largest step time of the best result with which a search restarts, as a multiple of `SearchState.upper_us`: with a
+limited and with an unlimited budget."""
 
 
 class CutSearch(Descent[PartitionCandidate]):
@@ -47,7 +48,7 @@ class CutSearch(Descent[PartitionCandidate]):
             (self._evaluate(cuts[None], self._fitting.least_recomputation(1)) for cuts in starts),
             most_actions,
             most_restarts=_FRUITLESS,
-            promising=_PROMISING if is_bounded else _PROMISING_ALONE,
+            promising=_PROMISING_LIMITED if is_bounded else _PROMISING_UNLIMITED,
         )
 
     def search_from(self, cuts: IntArray, choices: IntArray, most_actions: int) -> None:

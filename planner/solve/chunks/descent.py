@@ -34,10 +34,11 @@ BATCH = 400
 _SINGLE_STEPS, _STEPS = (-4, -2, -1, 1, 2, 4), (-2, -1, 1, 2)
 
 _ALL_LENGTHS = 8
-"""Largest number up to which every number of consecutive cuts is moved together; larger numbers grow by half each."""
+"""Number of consecutive cuts up to which moves of every length exist: 1, 2, ..., 8. Longer moves shift 12, 18, 27, ...
+cuts (factor 1.5), or all cuts between two stages of one device."""
 
 _SHORT_SHARE = 2
-"""Divisor of the budget, for short descents from all starts together."""
+"""Divisor of `most_actions` in `Descent.descend`: the quotient is the limit for all short descents together."""
 
 _SHORT_BATCHES = 6
 """Short descents from all starts are made only if the budget allows this number of batches of moves per start."""

@@ -19,7 +19,7 @@ from planner.solve.space.case import StageRules
 from planner.solve.space.partitions import Evaluator
 
 _POWER: Final = 24
-"""Exponent of a device's work: large, so that the busiest devices count most."""
+"""Exponent p in the minimized sum over devices of work ** p. It is large, so that the busiest devices count most."""
 
 _RESTARTS: Final = 30
 """Number of restarts from the best cuts after random moves."""

@@ -20,7 +20,8 @@ from planner.core.cost.arrays import BoolArray, FloatArray, IntArray
 from planner.solve.space.partitions import Evaluator
 
 _MOST_COMBINATIONS = 81
-"""If a device has more combinations, only those are tried in which its first chunks recompute, all in the same way."""
+"""Largest number of combinations of a device that are all tried. If there are more, the first n chunks of the device
+get the same choice, and its other chunks the choice with the least recomputation, for every possible n."""
 
 
 class RecomputeFitter:

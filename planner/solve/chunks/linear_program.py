@@ -128,7 +128,7 @@ class LinearProgram:
         self._L, self._S = evaluator.case.costs.num_layers, evaluator.num_stages
         self._W = self._L - self._S
         self.upper: list[float] = [1.0] * ((self._S - 1) * self._W)
-        """Upper bound of every column. The first columns are y (see the module's docstring), by s, then j."""
+        """Upper bound of every column. The first columns are the y_s,j of the module's docstring, by s, then j."""
         self.constraints = LinearConstraints()
         self._add_cut_constraints()
         recomputing = evaluator.allowed[1:]

@@ -43,7 +43,7 @@ the budget for such a search or for a linear program."""
 
 _MANY_MICRO_BATCHES, _LARGE_SHARE = 4, 2 / 3
 """Smallest ratio of micro-batches to devices for which searches also start from cuts with even work; and share of a
-limited budget that one local search may then use."""
+limited budget that one local search may use if this ratio is reached."""
 
 _MOST_OF_SEARCH_ALONE = 400_000
 """Limit on the simulated actions of one descent. Their simulation takes about half a second."""
@@ -75,10 +75,11 @@ _BRANCHED, _MOST_BRANCHED = 20, 10_000_000
 _LEAST_S = 0.01
 """Shortest time limit for a lower bound, in seconds, if the request has a time limit."""
 
-_ORDER, _PEAK_POINTS = 2, 4
-"""Time to compute an action order; and to find its points with peak memory. Unit: time to simulate one partition."""
+_ORDER_COST, _PEAK_POINTS_COST = 2, 4
+"""Time to compute an action order; and time to find the points in the step at which memory may peak under this order.
+Unit: one simulated batch of partitions."""
 
-_CELLS = 5
+_CELLS_PER_ACTION = 5
 """Number of table entries that take as long to compute as one simulated action."""
 
 _CUTS_AT_ONCE = 256
@@ -101,7 +102,7 @@ def _search_all(state: SearchState) -> None:
     bounds: list[_DeviceBound] = []
     try:
         for evaluator, least_us in evaluators_by_devices(state):
-            budget.spent += (_ORDER + _PEAK_POINTS) * evaluator.num_actions if budget.is_bounded else 0
+            budget.spent += (_ORDER_COST + _PEAK_POINTS_COST) * evaluator.num_actions if budget.is_bounded else 0
             if not _simulate_all(state, evaluator):
                 # The smallest bound counts. If no linear program raises one of them, no other needs to be raised.
                 is_raised = all(bound.linear is not None for bound in bounds)
@@ -159,7 +160,9 @@ def evaluators_by_devices(state: SearchState) -> Iterator[tuple[Evaluator, float
             return
         evaluator = Evaluator(case, num_devices)
         cells = (case.costs.num_layers + 1) * evaluator.most_layers * len(evaluator.allowed)
-        if not state.budget.try_reserve((_ORDER + _PEAK_POINTS + 1) * evaluator.num_actions, cells // _CELLS):
+        if not state.budget.try_reserve(
+            (_ORDER_COST + _PEAK_POINTS_COST + 1) * evaluator.num_actions, cells // _CELLS_PER_ACTION
+        ):
             state.record_skipped(least_us)
             return
         if evaluator.can_run:

@@ -38,13 +38,13 @@ _ROUNDS_OF_GPIPE = 400
 _ROUNDS, _FEW_ROUNDS = 40, 4
 """Largest number of runs of the dynamic program for one lower bound: with an unlimited and with a limited budget."""
 
-_ORDER, _CELLS = 3, 5
-"""Number of partitions that can be simulated while an action order is computed; and number of table entries that can be
-computed while one action is simulated."""
+_ORDER_COST, _CELLS_PER_ACTION = 3, 5
+"""Time to compute an action order, in simulated batches of partitions; and number of table entries that take as long to
+compute as one simulated action."""
 
 _MOST_SOLVED, _FEW_SOLVED = 400, 40
-"""Largest number of stages to choose layers for, so that all remaining partitions are simulated: with an unlimited and
-with a limited budget. With more stages, a local search runs instead."""
+"""Limit on the number of stages to choose recomputed layers for: with an unlimited and with a limited budget. Up to
+this limit, all partitions that may beat the best one are simulated. Above it, a local search runs instead."""
 
 
 def search_gpipe_by_layers(case: Case, *, upper_us: float = np.inf, deadline: Deadline = NEVER) -> Answer:
@@ -120,7 +120,7 @@ class _StageCountSearch:
         # The lower bound covers stages in the tables only, so the tables must have all stages of faster plans.
         while table_width.widen(state.upper_us):
             cells = self._evaluator.num_stages * (case.costs.num_layers + 1) * table_width.most_layers
-            if not budget.try_reserve((_ORDER + 1) * self._evaluator.num_actions, cells // _CELLS):
+            if not budget.try_reserve((_ORDER_COST + 1) * self._evaluator.num_actions, cells // _CELLS_PER_ACTION):
                 self._cuts.search([], actions_per_descent(state, self._evaluator), initial)
                 state.record_skipped(max(state.case.least_step_us(self._evaluator.num_stages), case.bound_us))
                 return False

@@ -30,7 +30,8 @@ from planner.solve.space.partitions import Evaluator
 from planner.solve.space.tables import max_stage_layers
 
 _SHARE = 4
-"""Divisor of the remaining budget, for choosing the layers of partitions one by one."""
+"""Divisor of the remaining budget: the quotient is the budget of `_simulate_all`, which chooses the recomputed layers
+of one partition after another."""
 
 
 def search_layer_recomputation(
