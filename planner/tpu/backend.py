@@ -217,7 +217,11 @@ def _outputs_kept_for_backward(compiled: Sequence[CompiledLayer]) -> list[dict[i
 
 
 def _received_sizes(compiled: Sequence[CompiledLayer]) -> list[list[tuple[int, int]]]:
-    """Return, per layer, two sizes in bytes of each received tensor: as sent, and in its readers' largest layout."""
+    """Return, per layer, two sizes of each received tensor in bytes, as `CompiledLayer.memory_in_program` reads them.
+
+    The first is the size as sent. Layers that read the tensor may need different memory layouts. The second is the size
+    in the largest of these layouts.
+    """
     wanted: list[Sequence[int]] = [compiled[-1].wanted]
     for layer in reversed(compiled[:-1]):
         sizes = list(layer.wanted)

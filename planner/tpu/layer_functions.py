@@ -139,7 +139,7 @@ class ForwardBackwardFunction:
     passed: tuple[int, ...]
     """For each output, the index of the input that it returns unchanged; else -1."""
     residuals: tuple[Residual, ...]
-    """Residuals, each value once."""
+    """Residuals, without duplicates."""
 
     @property
     def made_residual_shapes(self) -> list[jax.ShapeDtypeStruct]:

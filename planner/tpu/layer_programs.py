@@ -45,7 +45,10 @@ Timer = Callable[[CompiledProgram, Any], float]
 """Function (executable, shapes of its arguments) -> microseconds."""
 
 _LEAST_FILLING_BYTES = 2**24
-"""Smallest size of the large array in `apart`, in bytes. Such an array does not fit into the core's local memory."""
+"""Smallest size of the large array in the executable `apart`, in bytes.
+
+An array of this size does not fit into the core's local memory. The module's docstring describes `apart`.
+"""
 
 
 def compile_layer(function: LayerFunction, device: jax.Device, time_us: Timer) -> CompiledLayer:
@@ -193,7 +196,7 @@ class MatmulOperands:
     inputs: tuple[bool, ...]
     """True for inputs that forward and backward read only as matmul operands."""
     inputs_in_backward: tuple[bool, ...]
-    """True for inputs that the backward reads only as matmul operands; the forward may read them otherwise."""
+    """True for inputs that the backward reads only as matmul operands; the forward may use them in other ways."""
     outputs: tuple[bool, ...]
     """True for outputs that the backward reads only as matmul operands."""
     made: tuple[bool, ...]

@@ -106,4 +106,7 @@ _RULES: Final[Mapping[str, tuple[Callable[[Mapping[str, Any]], Update], int]]] =
     "Adam": (_adam, 2),
     "AdamW": (_adam, 2),
 }
-"""By name of torch's class: function that makes the update; states per element (one more with `momentum`)."""
+"""Supported optimizers by torch class name: function that returns the update, and number of states per element.
+
+Momentum adds one state to SGD and RMSprop.
+"""

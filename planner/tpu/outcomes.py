@@ -1,4 +1,7 @@
-"""Results of the compiler for layers and optimizer steps, which are cached on disk. This module does not import jax."""
+"""Memory and times of compiled layers and optimizer steps. This module does not import jax.
+
+`Compiler` caches these values on disk, unless they are of an attached TPU.
+"""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence

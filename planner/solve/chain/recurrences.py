@@ -89,7 +89,7 @@ class EarlierLayerBounds:
     exist: BoolArray
     """True for partial plans that do not begin at layer 0."""
     least: dict[str, FloatArray]
-    """Lower bounds by name, for example of the longest forward time of a stage."""
+    """Lower bounds of each quantity, by name. A quantity is, for example, the longest forward time of a stage."""
 
 
 _NEEDS: dict[str, BoundedQuantity] = {

@@ -68,20 +68,22 @@ class Case:
     rules: StageRules
     chunks: int = 1
     least_recompute_us: Callable[[int, float, PeakPoints], FloatArray] | None = None
-    """Function that returns lower bounds of the recomputation time with which each stage fits.
+    """Function that returns, for each stage, a lower bound of the recomputation time needed to fit into memory.
 
-    Arguments: number of layers of the longest stage; memory limit in bytes; points in the step with the peak memory.
-    Result: array as from `RecomputeTimes.table`. If None, only whole stages are recomputed.
+    Arguments: number of layers of the longest stage; memory limit minus the reserve, in bytes; points in the step at
+    which the memory may peak. Result: array as from `RecomputeTimes.table`. If None, only whole stages are recomputed.
     """
     known_us: dict[bytes, float] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """Step times of simulated partitions, by their cuts and recompute choices as bytes. Searches of a case share them.
+    """Step times of simulated partitions. All searches of a case share this cache.
 
-    Keys of different numbers of stages have different lengths.
+    A key consists of the bytes of the cuts and of the recompute choices. Its length depends on the number of stages, so
+    partitions with different numbers of stages have different keys.
     """
     moved_us: dict[bytes, FloatArray] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """Like `known_us`, for the neighbors of a partition: entry n is for the key's partition after move n of a search.
+    """Step times of partitions after one move of a local search. All searches of a case share this cache.
 
-    The entry is NaN if the step time is unknown.
+    A key consists of the bytes of the cuts and of the recompute choices before the move. Entry n of the array is the
+    step time after move n of `Descent.moves`; NaN if this move was not simulated yet.
     """
     _memory: dict[tuple[int, int], MemoryTable] = field(default_factory=dict, repr=False, compare=False)
 
@@ -141,7 +143,7 @@ class Case:
 
     @cached_property
     def least_backward_us(self) -> FloatArray:
-        """Shortest backward time of each layer, with a split backward if the schedule allows it."""
+        """Backward time of each layer. If the schedule splits backwards, the shorter of whole and split backward."""
         if not self.schedule.splits_backward:
             return self.costs_at_size.backward_us
         return np.minimum(
@@ -155,7 +157,7 @@ class Case:
 
     @cached_property
     def bound_us(self) -> float:
-        """Lower bound of the step time, computed without memory, links, overheads and recomputation."""
+        """Lower bound of the step time. It ignores memory limits, links, overheads and recomputation."""
         forward_us, backward_us = self.costs_at_size.forward_us, self.least_backward_us
         bottlenecks = (self._bottleneck_us(times) for times in (forward_us, backward_us, forward_us + backward_us))
         return self.schedule.bound_us(ComputeTimeBounds(self.work_us, *bottlenecks), self.micro_batches, self.chunks)
@@ -228,7 +230,7 @@ class Case:
         Args:
             num_stages: Largest number of stages if all devices and links are equal, else the exact number.
             most_layers: Number of layers of the longest stage to consider.
-            most_bytes: Peak memory that no device may exceed, in bytes, in addition to its own memory limit.
+            most_bytes: Second limit on the peak memory of each device, in bytes. The smaller of both limits applies.
             every_choice: True to list each stage with every recompute choice that fits, and its peak memory; False to
                 list each stage with the fastest choice that fits.
             exact: True to use exactly `num_stages` stages, even if all devices and links are equal.

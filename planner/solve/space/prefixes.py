@@ -40,24 +40,27 @@ class PrefixBounds:
         cells = len(problem.tables[0]) * (problem.num_layers + 1) * problem.most_layers
         is_once = problem.is_uniform and cells <= _MOST_AT_ONCE
         self.shared_stages = self.stages(0, np.arange(problem.num_layers + 1)) if is_once else None
-        """Stages that end at each cut; None if they differ by the number of later stages, or are too many to store."""
+        """Stages that end at each cut; None if they depend on the number of later stages, or are too many to store."""
         self.least = self._least_of_prefixes()
-        """Lower bounds by name; entry [r][i] is for layers 0..i-1 in at most r stages, or exactly r if
-        `ChainProblem.exact`."""
+        """Lower bounds of each quantity in `kinds`, by name.
+
+        Entry [r][i] is for layers 0..i-1 in at most r stages, or exactly r if `ChainProblem.exact`.
+        """
 
     def cuts_with_smallest_maximum(self, name: str) -> tuple[int, ...] | None:
-        """Return the cuts that minimize the largest value of any stage; None if no partition fits.
+        """Return the cuts that minimize a quantity, such as the longest backward time; None if no partition fits.
 
-        `name` selects the value, such as the backward time: a key of the argument `kinds` of this class.
+        `name` is the key of this quantity in the argument `kinds` of the class.
         """
         firsts = [int(stage.first[0]) for stage in self.stages_of_bound(name)]
         return (*firsts[::-1], self._problem.num_layers) if firsts else None
 
     def stages_of_bound(self, name: str) -> Iterator[StageTimeArrays]:
-        """Yield the stages of a partition of all layers whose value equals the bound, from the last stage to the first.
+        """Yield the stages of a partition that minimizes a quantity, from the last stage to the first.
 
-        All devices and links must be equal, or the number of stages must be fixed. Each result is one stage, in arrays
-        with one entry. If no partition fits, there are none. `name` is a key of the argument `kinds` of this class.
+        `name` is the key of this quantity in the argument `kinds` of the class. All devices and links must be equal, or
+        the number of stages must be fixed. Each result is one stage, in arrays with one entry. If no partition fits,
+        nothing is yielded.
         """
         least, (combine, stage_values) = self.least[name], self._kinds[name]
         end, num_stages = self._problem.num_layers, self._problem.num_stages
