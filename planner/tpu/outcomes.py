@@ -27,7 +27,7 @@ class CompiledLayer:
     aliases: tuple[int, ...]
     """For each output, the index of the input that it returns unchanged; -1 for new outputs."""
     reshaped_bytes: int
-    """Bytes, in their original shapes, of the arrays kept for the backward that are flattened in a loop."""
+    """Bytes, before flattening, of the saved arrays that a loop over micro-batches flattens."""
     forward_us: float
     backward_us: float
     forward_temporary_bytes: int
@@ -50,9 +50,9 @@ class CompiledLayer:
     made_kinds: tuple[ArrayKind, ...]
     """Type, shape and bytes of each array that the forward makes for the backward, except outputs."""
     input_kinds: tuple[ArrayKind, ...]
-    """Type, shape and bytes of each input in a loop over micro-batches."""
+    """Type, shape and bytes of each input, as a loop over micro-batches stores it."""
     output_kinds: tuple[ArrayKind, ...]
-    """Type, shape and bytes of each output in a loop over micro-batches."""
+    """Type, shape and bytes of each output, as a loop over micro-batches stores it."""
     # In the loop, an output has 16 bits per number unless this layer's backward reads it otherwise than in a matmul.
     narrow_inputs: tuple[bool, ...]
     """True for inputs that the backward reads only as matmul operands, or not at all."""

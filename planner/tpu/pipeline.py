@@ -126,7 +126,8 @@ def _layer_function_of(
 
     `values` are the flattened inputs, with the structure `nest`. With `last`, the layer's function also computes the
     loss from `targets`. Call the second function after the first was traced. It returns the structure of the outputs,
-    and for each flattened output its index among the tensors, or `(value,)` if it is not a tensor.
+    and a list with one item per flattened output: the output's index among the tensors, or `(value,)` if the output is
+    not a tensor.
     """
     of_loss, loss_nest = tree_flatten(targets)
     seen: dict[str, Any] = {}

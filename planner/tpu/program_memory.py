@@ -1,8 +1,8 @@
 """Peak memory of a plan that is one JAX program for all devices of a mesh (`planner.tpu.mesh_program`).
 
 Every device runs the same code on arrays of the same shapes. For each memory component, a device needs as much as the
-stage with most of this component, and it needs the whole mini-batch. Parameters, optimizer state, buffers and the
-mini-batch exist during the whole step. The rest of the peak is the larger of
+stage with most of this component. Every device also stores the whole mini-batch. Parameters, optimizer state, buffers
+and the mini-batch exist during the whole step. The rest of the peak is the larger of
 
     forward     M * (I + S) + invariant + (I + S) + I + 1.1 * F
     backward    M * (I + S) + invariant + G + (I + S) + 2 * I + 1.1 * B
@@ -44,16 +44,18 @@ from planner.tpu.slots import shared_slots
 from planner.tpu.stage_memory import CompiledLayerMemory, CompiledStageMemory
 
 _GAPS = 1.1
-"""Factor on a stage's forward or backward in one program of all stages, for gaps between arrays of different sizes."""
+"""Multiplier of the memory of a stage's forward or backward. It adds the gaps that arrays of different sizes leave in a
+program of all stages."""
 
 _TAKEN_OUT = 1 / 2
-"""Share of the kept arrays that are copied out of vectors at a backward's peak, as observed on ConvNeXt."""
+"""Share of the kept arrays that also exist outside the vectors of `planner.tpu.slots` at a backward's peak, as observed
+on ConvNeXt."""
 
 _RESHAPED = 1 / 2
 """Share of the flattened arrays that also exist in their original shapes at the peak, as observed on U-Nets."""
 
-_WIDENED = 1 / 2
-"""Additional memory of a forward that keeps 16-bit arrays, divided by bytes of all kept arrays; observed on a ViT."""
+_NARROW_MARGIN = 1 / 2
+"""Share of the kept arrays' bytes that is added to a forward if any kept array has a 16-bit type; observed on a ViT."""
 
 _NARROW: Final = ("bfloat16", "float16")
 
@@ -160,7 +162,7 @@ def _with_slot_padding(
         input=received.ratio * most.input,
         kept=kept.ratio * most.kept,
         copies=state.ratio * most.copies,
-        forward=most.forward + taken_out + (_WIDENED * most.kept if is_narrow else 0.0),
+        forward=most.forward + taken_out + (_NARROW_MARGIN * most.kept if is_narrow else 0.0),
         backward=most.backward + 3 * taken_out + kept_out,
     )
 

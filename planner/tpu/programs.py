@@ -40,7 +40,7 @@ class CompiledProgram:
 
 
 def compiler_options_for(device: jax.Device) -> dict[str, str]:
-    """Return the compiler options for a program that trains a whole step on `device`; empty unless it is a TPU.
+    """Return the compiler options for a program that runs a training step on `device`; empty unless it is a TPU.
 
     With these options, the compiler tries several placements of arrays in memory, and takes the smallest.
     """
@@ -188,7 +188,7 @@ def kinds_of_arrays(shapes: Sequence[jax.ShapeDtypeStruct], sizes: Sequence[int]
 def array_kinds_in_loops(
     shapes: Sequence[jax.ShapeDtypeStruct], sizes: Sequence[int], only_matmul_operands: Sequence[bool]
 ) -> tuple[ArrayKind, ...]:
-    """Return the kind (type, shape and bytes) of each array in a loop over micro-batches.
+    """Return the kind (type, shape and bytes) of each array, as a loop over micro-batches stores it.
 
     Arrays of 32-bit numbers take half their bytes if they are used only as matmul operands.
 
@@ -211,7 +211,7 @@ def _kind_of_array(shape: jax.ShapeDtypeStruct, size: int, loop_bytes: int) -> A
 
 
 def sizes_in_layouts(shapes: Any, formats: Any) -> tuple[int, ...]:
-    """Return the bytes of each array (or random key) in a nested value, in an executable's layouts."""
+    """Return the bytes of each array or random key in the nested value `shapes`. `formats` has each array's layout."""
     sizes = []
     for shape, place in zip(jax.tree.leaves(shapes), jax.tree.leaves(formats), strict=True):
         tiling = place.layout.tiling if place.layout is not None else None

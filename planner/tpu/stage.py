@@ -34,7 +34,7 @@ class StageLayer:
     number: int
     """Index in the chain."""
     names: dict[str, str]
-    """Name in the stage by name in the layer, for parameters and buffers."""
+    """Mapping from the layer's names of parameters and buffers to the stage's names."""
     function: LayerFunction
     split: ForwardBackwardFunction
     recomputed: bool

@@ -26,9 +26,9 @@ from planner.core.values.plan import Recompute
 from planner.core.values.profile import LayerProfile, ProgramMemory
 
 _GAPS: Final = 1.05
-"""Factor for gaps between arrays of different sizes, which are not in the executables of single layers. Without the
-factor, predictions were 0.92 to 1.06 times the memory of programs that were compiled with `compiler_options_for`
-(docs/measurements/tpu-composition.md)."""
+"""Factor for gaps between arrays of different sizes. Executables of single layers do not show these gaps. Without the
+factor, predictions for recompute `always`, and for `never` with one micro-batch, were 0.92 to 1.06 times the memory of
+programs that were compiled with `compiler_options_for` (docs/measurements/tpu-composition.md)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -49,16 +49,16 @@ class CompiledLayerMemory:
     padding: FloatArray
     """Padding of parameters and gradients."""
     reshaped: FloatArray
-    """Bytes of the arrays that a loop over micro-batches flattens, in their original shapes. Excludes gaps."""
+    """Bytes, before flattening, of the saved arrays that a loop over micro-batches flattens. Excludes gaps."""
     waiting: FloatArray
-    """Padding of activations until a loop over micro-batches stores them flattened, in bytes. Excludes gaps."""
+    """Padding that activations have before a loop over micro-batches flattens them, in bytes. Excludes gaps."""
     laid_out: FloatArray
     """Bytes of a copy of the model's input for one micro-batch, in the first layer's layout; 0 for all other layers."""
     programs: tuple[ProgramMemory, ...]
-    """Records of each layer at the profiled micro-batch size nearest to the plan's; empty if they list no arrays."""
+    """Each layer's record at the profiled micro-batch size nearest to the plan's; empty if a record lists no arrays."""
 
     def in_stages(self, builder: StageMemoryTableBuilder, micro_batches: int) -> "CompiledStageMemory":
-        """Return the memory of each stage of `builder`, computed from the memory of the stage's layers."""
+        """Return the memory of each stage, computed from the stage's layers. `builder` defines the possible stages."""
         carried_before = prefix_sums(self.carried)[builder.firsts][:, None]
         return CompiledStageMemory(
             peak_without_loop=builder.highest(self.level[builder.columns]) - carried_before,
@@ -79,7 +79,7 @@ class CompiledStageMemory:
     padding: FloatArray
     """Padding of parameters and gradients, and a copy of the first layer's input in the layout that the layer needs."""
     waiting: FloatArray
-    """Padding of activations until a loop over micro-batches stores them flattened."""
+    """Padding that activations have before a loop over micro-batches flattens them."""
 
     def memory_by_allocation(self, s: StageMemoryTable, recompute: Recompute, *, in_flight: int) -> MemoryByAllocation:
         """Return the memory of stages by allocation, if each stage is compiled as one executable.

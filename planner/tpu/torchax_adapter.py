@@ -72,7 +72,7 @@ def jax_shape_of(tensor: Tensor) -> jax.ShapeDtypeStruct:
 
 
 def torch_like(shape: jax.ShapeDtypeStruct) -> Tensor:
-    """Return a meta tensor like a JAX array, which requires a gradient if the dtype is floating."""
+    """Return a meta tensor with a JAX array's shape and dtype. Floating-point tensors require a gradient."""
     dtype = mappings.j2t_dtype(shape.dtype)
     return torch.empty(shape.shape, dtype=dtype, device="meta", requires_grad=dtype.is_floating_point)
 
