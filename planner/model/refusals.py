@@ -4,6 +4,8 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from torch import Tensor
+
 from planner.core.errors import ModelError, PlannerError
 
 _IN_PLACE = re.compile(r"in an in-place operation|modified by an inplace operation|to be modified inplace")
@@ -35,8 +37,20 @@ _HOOK = "cannot register a hook on a tensor that doesn't require gradient"
 _ONE_VALUE = "Expected more than 1 value per channel when training"
 
 
+class RefusedLossError(ModelError):
+    """Error for a loss that a pipeline cannot train."""
+
+
 class TooFewSamplesError(ModelError):
     """Error that a micro-batch has too few samples for a layer. Larger micro-batches may work."""
+
+
+def check_scalar_loss(loss: object) -> None:
+    """Raise a `RefusedLossError` if a result of `loss_fn` is not a tensor with one element."""
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        shape = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        hint = "return one loss, the mean over samples; print or log other losses within `loss_fn`"
+        raise RefusedLossError(f"`loss_fn` returned {shape}, expected a scalar tensor", hint=hint)
 
 
 def explain_error(where: str, error: BaseException, inputs: str, *, hint: str = INPUT_HINT) -> PlannerError:

@@ -27,7 +27,7 @@ from planner.model.ghosts import Ghost
 from planner.model.load import Batch, LoadedModel, to_device
 from planner.model.module_tensors import parameters_as_ghosts
 from planner.model.operators import OperatorWatch
-from planner.model.refusals import INPUT_HINT, STAGE_HINT, explain_error
+from planner.model.refusals import INPUT_HINT, STAGE_HINT, check_scalar_loss, explain_error
 from planner.model.regions import without_reentrant_checkpointing
 from planner.model.stage import ModelStage
 from planner.model.user_errors import explain_user_errors
@@ -209,10 +209,7 @@ def _call(layer: Layer, value: Any, size: int) -> Any:
 def _check_loss(loaded: LoadedModel, chain: Chain, targets: Any, output: Any) -> None:
     with explain_user_errors(loaded.source.rpartition(":")[0], "`loss_fn(output, target)`"):
         loss: Any = loaded.loss_fn(output, copy_containers(targets))
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        shape = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-        hint = "return one loss, the mean over samples; print or log other losses within `loss_fn`"
-        raise ModelError(f"`loss_fn` returned {shape}, expected a scalar tensor", hint=hint)
+    check_scalar_loss(loss)
     trainable = any(p.requires_grad for layer in chain.layers for p in layer.module.parameters())
     if trainable and not loss.requires_grad:
         hint = "look for `detach()`, `.item()` or `no_grad` between the parameters and the loss"

@@ -35,6 +35,7 @@ from planner.model.load import Batch, LoadedModel, to_device
 from planner.model.module_tensors import copy_buffers_temporarily, parameters_as_ghosts
 from planner.model.nests import flatten, tensors_in, unflatten
 from planner.model.operators import OperatorWatch
+from planner.model.refusals import RefusedLossError, check_scalar_loss
 from planner.model.seeding import seed_process, seeded_draws
 from planner.model.variables import undo_variable_changes
 
@@ -67,10 +68,6 @@ _LABELS: Final[Mapping[CountedLabels, str]] = {
     "all": "labels that are not -100",
     "shifted": "labels that are not -100, except for the first of each row",
 }
-
-
-class RefusedLossError(ModelError):
-    """Error for a loss that a pipeline cannot train."""
 
 
 class CheckedLoss(NamedTuple):
@@ -169,6 +166,8 @@ def _refuse_parameters_in_loss(loaded: LoadedModel, model: nn.Module, output: An
     operands: set[int] = set()
     with OperatorWatch(before=lambda _, args, kwargs: operands.update(map(id, tensors_in((args, kwargs))))):
         loss = _loss_of_detached(loaded, unflatten(cut, nest), targets)
+    if model.training:  # in evaluation mode, some models return another output
+        check_scalar_loss(loss)
     read_ids = accumulated_leaf_ids(tensors_in(loss))
     read_ids -= accumulated_leaf_ids(
         tensors_in(objects)

@@ -172,6 +172,11 @@ def test_a_loss_that_reads_parameters_is_refused(tmp_path: Path, *, finished: bo
     assert "weight_decay" in refused.value.hint
 
 
+def test_a_loss_of_each_sample_is_refused_before_the_equivalence_check(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"returned \[4\], expected a scalar"):
+        check_loss(load_with_loss(tmp_path, PLAIN, "F.cross_entropy(output, target, reduction='none')"))
+
+
 def test_a_loss_that_forward_leaves_in_an_attribute_is_refused(tmp_path: Path) -> None:
     """As in llama2.c, whose training loop reads `model.last_loss`: the loss has no parameter as operand."""
     text = (
