@@ -56,6 +56,10 @@ TENSORS = ".tensors"
 """Suffix of a number's name, if the number is the count of tensors in a container."""
 
 
+LENGTH = ".length"
+"""Suffix of a number's name, if the number is the count of other entries of a container."""
+
+
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 """Names of the attributes in which every module has its hooks."""
 
@@ -264,7 +268,7 @@ def _add_items(numbers: dict[str, float], name: str, value: Collection[Any], dep
     # Stages delete the tensors that a forward leaves behind, so tensors are counted separately.
     held = value.values() if isinstance(value, dict) else value
     num_tensors = sum(_has_only_tensors(item) for item in held)
-    numbers[f"{name}.length"] = len(value) - num_tensors
+    numbers[name + LENGTH] = len(value) - num_tensors
     if num_tensors:
         numbers[name + TENSORS] = num_tensors
     if isinstance(value, set | frozenset):

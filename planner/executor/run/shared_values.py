@@ -25,6 +25,7 @@ from planner.executor.run.placement import gather_from_all_ranks
 from planner.executor.run.stage_module import StageModule
 from planner.model.attributes import OF_EVERY_MODULE
 from planner.model.python_state import (
+    LENGTH,
     TENSOR,
     numbers_in_user_files,
     numbers_in_values,
@@ -35,9 +36,6 @@ from planner.model.python_state import (
 _NO_STATE: tuple[type, ...] = (NoneType, bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 _NO_STATE += (type, FunctionType, MethodType, ModuleType, nn.Module)
 """Types of attributes that are never shared state: constants, code, and modules, whose attributes are read instead."""
-
-_LENGTH = ".length"
-"""Suffix of the names of container lengths. Lengths are not compared, because ranks fill caches differently."""
 
 _ROUNDING = 1e-3
 """Largest relative difference that can be a rounding error between devices of different kinds."""
@@ -164,13 +162,13 @@ def _changed(before: Numbers, after: Numbers) -> list[tuple[str, str]]:
         for top, numbers in after.items()
         for name, number in numbers.items()
         if before.get(top, {}).get(name) != number
-        and not name.endswith(_LENGTH)
+        and not name.endswith(LENGTH)
         and (name in before.get(top, {}) or not _is_entry(name, numbers))
     ]
 
 
 def _is_entry(name: str, numbers: Mapping[str, float]) -> bool:
-    return f"{name.rpartition('.')[0]}{_LENGTH}" in numbers
+    return f"{name.rpartition('.')[0]}{LENGTH}" in numbers
 
 
 def _first_difference(of_ranks: Sequence[Mapping[tuple[str, str], float | None]]) -> str | None:

@@ -228,6 +228,27 @@ def test_tensors_that_a_hook_stores_are_no_counter() -> None:
     assert checked(Captures).proof.cuts
 
 
+class Spiking(nn.Module):
+    """Keeps its potentials in a dict, as numbers until the first time step, as modules of spikingjelly do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.memories: dict[int, Any] = dict.fromkeys(range(2), 0.0)
+
+    def forward(self, value: Tensor) -> Tensor:
+        self.memories.update(dict.fromkeys(range(2), 0.0))
+        for index, layer in [*enumerate(self.layers)] * 2:
+            self.memories[index] = value = (self.memories[index] + layer(value)).tanh()
+        return value
+
+
+@pytest.mark.slow
+def test_entries_of_a_dict_may_begin_as_numbers() -> None:
+    found = checked(Spiking)
+    assert (found.proof.cuts, found.proof.differs_recomputed) == (3, "")
+
+
 CENTER: dict[str, Any] = {"mean": 0.0}
 
 
