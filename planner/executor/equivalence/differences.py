@@ -65,7 +65,7 @@ class StageDifferences:
         """
         equal = value == right or (math.isnan(value) and math.isnan(right))
         least = 1.0 if isinstance(value, int) and isinstance(right, int) else 0.0
-        self.record(name, 0.0 if equal else max(least, abs(value - right) / max(abs(right), 1e-30)))
+        self.record(name, 0.0 if equal else max(abs(value - right) / max(abs(right), 1e-30), least))
 
     def compare_tensor(self, name: str, value: Tensor | None, right: Tensor | None, least: float = 0.0) -> None:
         """Record the relative difference between a tensor of the stage and the same tensor of the reference.

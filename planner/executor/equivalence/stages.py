@@ -211,10 +211,10 @@ class _RankTraining:
             for name, number in without_leftover_tensors(every, self._kept).items():
                 what = f'the tensor "{name.removesuffix(TENSOR)}"' if name.endswith(TENSOR) else f'{NUMBER} "{name}"'
                 # An entry that began as a number may hold a tensor in the reference. A stage has deleted this tensor.
-                if name in right.numbers and not (
-                    name.endswith(LENGTH) and _num_entries(every, name) == _num_entries(right.numbers, name)
-                ):
-                    differences.compare_number(what, number, right.numbers[name])
+                if not name.endswith(LENGTH) or _num_entries(every, name) != _num_entries(right.numbers, name):
+                    # Stages of a Sequential delete no tensors, so a number that is missing there is a tensor.
+                    missing = math.inf if self._trial.chain.outline is None and name in self._kept else number
+                    differences.compare_number(what, number, right.numbers.get(name, missing))
 
         def is_read(name: str) -> bool:
             file, _, variable = name.rpartition(":")
@@ -224,10 +224,11 @@ class _RankTraining:
         self._compare_counts(in_files, right, filter(is_read, counts))
         for name, number in without_leftover_tensors(in_files, at_start).items():
             variable = name.rpartition(":")[2]
-            if (number != at_start.get(name) or is_read(name)) and name in right.numbers:
+            if number != at_start.get(name) or is_read(name):
                 what = "tensor" if name.endswith(TENSOR) else "number"
                 what = f'the module-level {what} "{variable.removesuffix(TENSOR)}"'
-                differences.compare_number(what, number, right.numbers[name])
+                missing = math.inf if name in at_start else number  # it has become a tensor in the reference
+                differences.compare_number(what, number, right.numbers.get(name, missing))
                 if differences.late_step and is_recomputed and number != self._in_file.get(name, number):
                     # A recomputation may run after the change, and its first forward before.
                     differences.record(f"{what}, which `forward` changes,", math.inf)
@@ -281,7 +282,7 @@ class _RankTraining:
 
 
 def _num_entries(numbers: Mapping[str, float], length: str) -> float:
-    return numbers[length] + numbers.get(length.removesuffix(LENGTH) + TENSORS, 0)
+    return numbers.get(length, 0) + numbers.get(length.removesuffix(LENGTH) + TENSORS, 0)
 
 
 def _least_divisor(name: str, right: ReferenceState) -> float:
