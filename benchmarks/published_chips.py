@@ -136,7 +136,7 @@ def profile(shape: Transformer, execution: ExecutionSettings, widths: ElementByt
         dtype="bf16",
         optimizer="adam",
         micro_batch_sizes=(samples,),
-        steps_at_once=False,
+        updates_all_at_once=False,
     )
 
 

@@ -66,15 +66,18 @@ class WholeModelOptimizer:
         self._positions = {id(parameter): n for n, parameter in enumerate(self._parameters)}
         self._placeholders = [_placeholder(parameter) for parameter in self._parameters]
 
-    def build_for(self, present: Iterable[tuple[Tensor, Tensor]]) -> torch.optim.Optimizer:
-        """Return a new optimizer for `present`: pairs of a parameter of the model and the tensor to optimize instead.
+    def build_for(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> torch.optim.Optimizer:
+        """Return a new optimizer of some parameters of the model.
+
+        Args:
+            pairs: For each of these parameters, the parameter and the tensor to optimize in its place.
 
         Raises:
             ModelError: The optimizer has a tensor that is not a parameter of the model.
         """
         given: list[Tensor] = [*self._placeholders]
         kept = set()
-        for parameter, tensor in present:
+        for parameter, tensor in pairs:
             if id(parameter) not in self._positions:
                 continue  # the model's own `parameters()` leaves it out, so nothing trains it
             given[self._positions[id(parameter)]] = tensor

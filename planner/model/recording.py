@@ -48,7 +48,7 @@ class ModuleCall:
     constant: bool = True
     """True if the call depends on no parameter, floating-point input or random number. Every stage can then run it."""
     children: list[int] = field(default_factory=list)
-    """Numbers of the calls that the code of this call made, in order."""
+    """Values of `number` of the calls that the code of this call made, in order."""
     nest: Nest = field(default_factory=Nest)
     leaves: tuple[Leaf, ...] = ()
     """Leaves of the result, whose structure is `nest`."""

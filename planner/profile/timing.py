@@ -245,7 +245,7 @@ def measured_split_times(samples: Sequence[tuple[float, float]], whole: LayerTim
 
 
 def equal_layers(units: Sequence[LayerToMeasure], digest: str) -> list[int]:
-    """Return the indices of the layers with this digest to time: each repeat times the next of them, in a cycle.
+    """Return the indices of equal layers, those with this digest, that repeats of the measurement time in turn.
 
     The list ends when the parameters of its layers exceed `DeviceKind.equal_layers_limit_bytes`.
     """

@@ -155,7 +155,7 @@ def num_bytes(shape: jax.ShapeDtypeStruct) -> int:
 
 
 def padded_bytes(shape: jax.ShapeDtypeStruct) -> int:
-    """Return an array's bytes on a TPU, with padding, in its smallest layout. Arguments have this layout by default."""
+    """Return an array's bytes on a TPU, with padding, in its smallest layout, the default of a program's arguments."""
     axes = range(len(shape.shape))
     orders = [[axis for axis in axes if axis not in pair] + list(pair) for pair in permutations(axes, 2)]
     return min((_padded_bytes(shape, order, _TILE) for order in orders), default=_padded_bytes(shape, axes, _TILE))

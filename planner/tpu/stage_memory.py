@@ -51,7 +51,7 @@ class CompiledLayerMemory:
     reshaped: FloatArray
     """Bytes, before flattening, of the saved arrays that a loop over micro-batches flattens. Excludes gaps."""
     waiting: FloatArray
-    """Padding that activations have before a loop over micro-batches flattens them, in bytes. Excludes gaps."""
+    """Padding of saved activations, in bytes, until a loop over micro-batches flattens them. Excludes gaps."""
     laid_out: FloatArray
     """Bytes of a copy of the model's input for one micro-batch, in the first layer's layout; 0 for all other layers."""
     programs: tuple[ProgramMemory, ...]
@@ -79,7 +79,7 @@ class CompiledStageMemory:
     padding: FloatArray
     """Padding of parameters and gradients, and a copy of the first layer's input in the layout that the layer needs."""
     waiting: FloatArray
-    """Padding that activations have before a loop over micro-batches flattens them."""
+    """Padding of saved activations until a loop over micro-batches flattens them."""
 
     def memory_by_allocation(self, s: StageMemoryTable, recompute: Recompute, *, in_flight: int) -> MemoryByAllocation:
         """Return the memory of stages by allocation, if each stage is compiled as one executable.

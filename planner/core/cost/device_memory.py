@@ -92,7 +92,7 @@ class ChunkMemoryFunction(NamedTuple):
     """For each kind of allocation, index of the `LayerPeaks` field added to its other bytes (P); -1 to add none."""
 
     def allocation_bytes(self, saved: FloatArray | float, peaks: FloatArray) -> FloatArray:
-        """Return the bytes of one allocation of each kind (`ALLOCATIONS`), shape (..., allocations).
+        """Return the bytes of a single allocation, for each kind in `ALLOCATIONS`; shape (..., allocations).
 
         Args:
             saved: Bytes S that one micro-batch saves, shape (..., 1).
@@ -354,11 +354,10 @@ def chunk_memory_at_peak(
 
 
 def bytes_by_component(allocation_bytes: FloatArray) -> FloatArray:
-    """Return the bytes of each kind of allocation (`ALLOCATIONS`) by the components that a plan lists (`ITEMS`).
+    """Divide the bytes of each kind of allocation (`ALLOCATIONS`) among the components that a plan lists (`ITEMS`).
 
     Args:
-        allocation_bytes: Bytes of one allocation of each kind, whole numbers, to divide among components; shape (...,
-            allocations).
+        allocation_bytes: Bytes of a single allocation, for each kind; whole numbers, shape (..., allocations).
 
     Returns:
         Shape (..., allocations, components). The sum over the components is `allocation_bytes`.

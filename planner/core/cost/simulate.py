@@ -161,7 +161,7 @@ def period_us(
 def early_allreduces_us(
     actions: Sequence[Sequence[Action]], stages: Sequence[StageTimes], sums_us: Sequence[float]
 ) -> list[float]:
-    """Return, for each device, the time of all-reduces that end before its last action, in microseconds.
+    """Return, for each device, how much of its all-reduces' time passes before its last action ends, in microseconds.
 
     Args:
         actions: Actions of each device, in order.

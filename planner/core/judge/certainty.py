@@ -132,7 +132,11 @@ def certainty_of(plan: Plan, profile: Profile) -> Certainty:
 
 
 def memory_fit(plan: Plan, certainty: Certainty | None = None) -> MemoryFit:
-    """Return `does not fit` if a predicted peak exceeds its limit, `tight` if only an error range does, else `fits`."""
+    """Return whether the predicted peaks of all devices fit.
+
+    The result is `does not fit` if a peak exceeds its limit, `tight` if only the upper end of a peak's error range
+    exceeds it, and `fits` otherwise.
+    """
     limits = [chunks[0].memory_bytes for chunks in plan.by_device()]
     if any(need > limit for need, limit in zip(plan.peak_bytes_by_device(), limits, strict=True)):
         return "does not fit"

@@ -24,7 +24,11 @@ class BatchChecksums(NamedTuple):
 
     @classmethod
     def of(cls, batch: Batch, *, is_whole: bool, reads_all: bool) -> "BatchChecksums":
-        """Return checksums of all elements; without `reads_all`, of some elements of the tensors in host memory."""
+        """Return checksums of a mini-batch.
+
+        With `reads_all`, they include all elements of all tensors; without it, some elements of each tensor in host
+        memory, and nothing of other tensors.
+        """
         inputs, targets = (_checksum_of(value, reads_all=reads_all) for value in batch)
         return cls(inputs, targets, is_whole)
 

@@ -119,7 +119,7 @@ class EstimatedBackend:
             records = record_layers(task, hooks)
             flops = records.measure_distinct(clock.flops_of)
             clock = self.clock(experts=clock.has_experts)
-            steps_at_once = _steps_at_once(task)
+            updates_all_at_once = _updates_all_at_once(task)
             whole = task.whole_optimizer()
             units, idle = records.units, parameters_without_gradients(task, records)
             first = first_of_same_cost(units, whole)
@@ -129,7 +129,7 @@ class EstimatedBackend:
                     whole,
                     meter,
                     clock,
-                    steps_at_once=steps_at_once,
+                    updates_all_at_once=updates_all_at_once,
                     idle=records.translate_parameter_names(n, idle[units[n].digest]),
                 )
                 for n in dict.fromkeys(first)
@@ -149,7 +149,7 @@ class EstimatedBackend:
                 half_times_us=half_times_us,
             )
             layers = layer_profiles(task, costs)
-            return BackendResult(sizes=records.sizes, optimizer_peaks_add=steps_at_once, layers=layers)
+            return BackendResult(sizes=records.sizes, optimizer_peaks_add=updates_all_at_once, layers=layers)
 
 
 @contextmanager
@@ -248,7 +248,7 @@ class RooflineClock:
         return self.flops
 
 
-def _steps_at_once(task: ProfilingTask) -> bool:
+def _updates_all_at_once(task: ProfilingTask) -> bool:
     """Return True if the optimizer updates all parameters at once, as torch's optimizers do by default on a GPU."""
     one = task.whole_optimizer().build_for(())
     return one.defaults.get("foreach", False) is None and not one.defaults.get("fused")
@@ -260,13 +260,13 @@ def _optimizer_cost(
     meter: GhostMeter,
     clock: RooflineClock,
     *,
-    steps_at_once: bool,
+    updates_all_at_once: bool,
     idle: Collection[str],
 ) -> OptimizerCost:
     cost = measure_optimizer(unit.module, whole, meter=meter, clock=clock, repeats=1, idle=idle)
     # An optimizer that updates all parameters at once makes a temporary copy of them.
     copy_bytes = sum(p.nbytes for p in trained_parameters(unit.module, idle))
-    return replace(cost, peak_bytes=copy_bytes) if steps_at_once else cost
+    return replace(cost, peak_bytes=copy_bytes) if updates_all_at_once else cost
 
 
 def _times(

@@ -73,7 +73,7 @@ def transformer_profile(
     dtype: str,
     optimizer: str,
     micro_batch_sizes: tuple[int, ...],
-    steps_at_once: bool,
+    updates_all_at_once: bool,
     other_tensor_parallel: tuple[int, ...] = (),
 ) -> Profile:
     """Return the profile of a transformer: embedding, blocks, and head with the loss.
@@ -87,13 +87,15 @@ def transformer_profile(
         dtype: Precision to name in the profile.
         optimizer: Optimizer to name in the profile.
         micro_batch_sizes: Micro-batch sizes in samples.
-        steps_at_once: True if the optimizer updates all parameters at once, with temporary memory of their size.
+        updates_all_at_once: True if the optimizer updates all parameters at once, with temporary memory of their size.
         other_tensor_parallel: Further numbers of devices per layer (t). The profile also has the costs for each.
     """
 
     def layers_of(execution: ExecutionSettings) -> tuple[LayerProfile, ...]:
         layers = [
-            _layer_profile(layer, element_bytes, rates, sizes=micro_batch_sizes, steps_at_once=steps_at_once)
+            _layer_profile(
+                layer, element_bytes, rates, sizes=micro_batch_sizes, updates_all_at_once=updates_all_at_once
+            )
             for layer in layer_costs(shape, execution, element_bytes)
         ]
         if shape.tied:
@@ -109,7 +111,7 @@ def transformer_profile(
         device=device,
         environment=Environment(dtype=dtype),
         optimizer=optimizer,
-        optimizer_peak="sum" if steps_at_once else "largest",
+        optimizer_peak="sum" if updates_all_at_once else "largest",
         micro_batch_sizes=micro_batch_sizes,
         tensor_parallel=execution.tensor_parallel,
         expert_parallel=execution.expert_parallel,
@@ -147,7 +149,12 @@ def _settings(shape: Transformer, execution: ExecutionSettings, rates: DeviceRat
 
 
 def _layer_profile(
-    layer: LayerCosts, element_bytes: ElementBytes, rates: DeviceRates, *, sizes: tuple[int, ...], steps_at_once: bool
+    layer: LayerCosts,
+    element_bytes: ElementBytes,
+    rates: DeviceRates,
+    *,
+    sizes: tuple[int, ...],
+    updates_all_at_once: bool,
 ) -> LayerProfile:
     def times_us(flops: float) -> tuple[float, ...]:
         return tuple(b * flops / rates.flops_per_s * 1e6 for b in sizes)
@@ -167,7 +174,7 @@ def _layer_profile(
         optimizer_bytes=element_bytes.optimizer * layer.parameters,
         cast_bytes=element_bytes.cast * layer.cast_parameters,
         optimizer_us=layer.parameters * touched / rates.bytes_per_s * 1e6 if rates.bytes_per_s else 0.0,
-        optimizer_peak_bytes=element_bytes.parameter * layer.parameters if steps_at_once else 0,
+        optimizer_peak_bytes=element_bytes.parameter * layer.parameters if updates_all_at_once else 0,
         forward_us=times_us(layer.forward_flops),
         backward_us=times_us(layer.input_flops + layer.weight_flops),
         backward_input_us=times_us(layer.input_flops),

@@ -282,7 +282,7 @@ class CutDynamicProgram:
         first = at.first.take(kept)
         # Bounds use the states as they are. In kept plans the states are raised, so that more plans are dominated.
         whole = self._raise_to_chain_bounds(self._earlier_layers(first, stages_left))
-        raised = np.stack(self.recurrence.clamp_to_lower_bounds(tuple(number.take(kept) for number in states), whole))
+        raised = np.stack(self.recurrence.raise_to_lower_bounds(tuple(number.take(kept) for number in states), whole))
         return _PartialPlans(
             first, parent.take(kept), at.choice.take(kept), raised, bound.take(kept), sort_key.take(kept, axis=1)
         )

@@ -29,11 +29,10 @@ The rules are those of docs/cost-model.md, which uses other letters for some of 
     d   time of micro-batch M-1 through all stages and links, with waiting in the backward only
     u   time that the optimizer steps add to the step
 
-An added stage changes f, x and a by its F and B. It changes u to max(U, u - (F + q - R + 2 C)), because the optimizer
-steps of later stages have F + q - R + 2 C more time than the added stage's optimizer step. The later stages end their
-last backward earlier than the added stage, by C + q - R. (R does not count, because the added stage runs R before the
-gradient arrives.) The later stages begin the next step later than the added stage, by F + C. The new d is q plus the
-larger of
+An added stage changes f, x and a by its F and B. Between its last backward and its next step, a stage runs its
+optimizer step. Later stages have F + q - R + 2 C more time for it than the added stage: their last backward ends C + q
+- R earlier (without R, which the added stage runs before the gradient arrives), and their next step begins F + C later.
+So u becomes max(U, u - (F + q - R + 2 C)). The new d is q plus the larger of
 
     d + F               micro-batch M-1 arrives at the added stage
     a + (M-2) x         the added stage has finished the other micro-batches, if M > 1; with the new a and x
@@ -126,8 +125,8 @@ class Recurrence(Protocol):
             num_later: Number of stages of each partial plan before this addition.
         """
 
-    def clamp_to_lower_bounds(self, states: PlanStates, earlier: EarlierLayerBounds) -> PlanStates:
-        """Return the states after raising values as far as this cannot make any complete plan worse.
+    def raise_to_lower_bounds(self, states: PlanStates, earlier: EarlierLayerBounds) -> PlanStates:
+        """Return the states, with each value raised to its lower bound in complete plans.
 
         For example, the longest forward time is raised to a lower bound of the longest forward time of complete plans.
         Raised values are more often equal, so the search can drop more partial plans as dominated.
@@ -198,7 +197,7 @@ class GPipeRecurrence:
             d = np.maximum(d, a + (self._M - 2) * x)
         return x, a, d + q
 
-    def clamp_to_lower_bounds(self, states: PlanStates, earlier: EarlierLayerBounds) -> PlanStates:
+    def raise_to_lower_bounds(self, states: PlanStates, earlier: EarlierLayerBounds) -> PlanStates:
         f, x, a, d, u = states
         forward, backward = self._least_bottlenecks(earlier)
         f, x = np.maximum(f, forward), np.maximum(x, backward)
@@ -256,7 +255,7 @@ class OneForwardOneBackwardRecurrence:
         g = np.maximum(np.maximum(work, first_back), np.maximum(trips, g + (F + q + 2 * C)))
         return g, s, r, delay_with_added_stage_us(u, stages.between_steps_us, stages.slack_us)
 
-    def clamp_to_lower_bounds(self, states: PlanStates, earlier: EarlierLayerBounds) -> PlanStates:
+    def raise_to_lower_bounds(self, states: PlanStates, earlier: EarlierLayerBounds) -> PlanStates:
         # Every difference in g, s and r changes the step time, so only u is raised.
         g, s, r, u = states
         return g, s, r, _raised_tail(u, earlier)
@@ -309,13 +308,13 @@ class TieBreakRecurrence:
         more = [need.combine(number, need.stage_values(stages)) for _, need, number in self._ranked(states)]
         return *self._recurrence.extend(states[: self._recurrence.size], stages, num_later), *more
 
-    def clamp_to_lower_bounds(self, states: PlanStates, earlier: EarlierLayerBounds) -> PlanStates:
+    def raise_to_lower_bounds(self, states: PlanStates, earlier: EarlierLayerBounds) -> PlanStates:
         # Only maxima are raised; sums stay as they are.
         more = [
             np.maximum(number, earlier.least[name]) if need.combine is np.maximum else number
             for name, need, number in self._ranked(states)
         ]
-        return *self._recurrence.clamp_to_lower_bounds(states[: self._recurrence.size], earlier), *more
+        return *self._recurrence.raise_to_lower_bounds(states[: self._recurrence.size], earlier), *more
 
     def bound_us(self, states: PlanStates, earlier: EarlierLayerBounds) -> FloatArray:
         return self._recurrence.bound_us(states[: self._recurrence.size], earlier)

@@ -116,7 +116,7 @@ class Descent(ABC, Generic[CandidateT]):
 
         Args:
             starts: Partitions to start from.
-            most_actions: Limit on simulated actions.
+            most_actions: Limit on the number of actions (forwards and backwards) that are simulated.
             most_restarts: Largest number of restarts in a row without a better plan.
             promising: Limit on the best result's step time for restarts, as a multiple of `SearchState.upper_us`. If
                 the best result exceeds the memory limits, the search restarts anyway.

@@ -30,7 +30,7 @@ def by_formula(widths: ElementBytes = FP16, sizes: tuple[int, ...] = (1,), **sha
         dtype="bf16",
         optimizer="adamw",
         micro_batch_sizes=sizes,
-        steps_at_once=False,
+        updates_all_at_once=False,
     )
 
 
