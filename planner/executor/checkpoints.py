@@ -100,7 +100,7 @@ class Checkpoints:
         self._optimizer = OptimizerState(optimizer, dict(pipeline.named_parameters()), pipeline.canonical_names)
         self._every, self._keep, self._steps = every, keep, steps
         self._watch = pipeline.watch
-        self._others = {**stateful, **other_objects_with_state(pipeline.meta_model, pipeline.modules, optimizer)}
+        self._others = {**stateful, **other_objects_with_state(pipeline._meta_model, pipeline.modules, optimizer)}
         self._saved_step = -1
         self._is_checked = self._is_warned = False
         self._failed: PlannerError | None = None
@@ -331,7 +331,7 @@ class Checkpoints:
 
     def _load_initial_weights(self, weights: str) -> None:
         pipeline = self._pipeline
-        own = load_weights(weights, pipeline.named_tensors(), pipeline.canonical_names, pipeline.meta_model)
+        own = load_weights(weights, pipeline.named_tensors(), pipeline.canonical_names, pipeline._meta_model)
         cast = self._exchange.decide(own, lambda casts: sorted(set(chain.from_iterable(casts))))
         if cast:
             self._tell(f"cast on loading {weights}: {', '.join(cast)}")

@@ -106,8 +106,7 @@ class Pipeline:
             self.at_close.append(self._trainer.own_optimizers.remove)
             self.modules = self._assembly.modules
             """Stages that this rank runs, first to last."""
-            self.meta_model = self._assembly.whole_model
-            """The whole model on the meta device: its tensors have shapes, but no values, and get no gradients."""
+            self._meta_model = self._assembly.whole_model  # private, because stages do not see changes of it
             self.canonical_names = self._assembly.canonical_names
             """Map from each name in the model's state dict to the first name of the same tensor."""
             self.losses = self._trainer.losses
@@ -164,7 +163,7 @@ class Pipeline:
                 other ranks.
         """
         self._trainer.check_parameters()
-        whole, is_divided = list(self.meta_model.parameters()), self.balance.num_stages > 1
+        whole, is_divided = list(self._meta_model.parameters()), self.balance.num_stages > 1
         with self._trainer.own_optimizers.paused():  # an optimizer may call `step()` when it is built
             if is_divided and build is not self.model.build_optimizer:
                 check_optimizer(build, whole, self.device)  # the profile had another optimizer

@@ -106,11 +106,19 @@ def test_an_optimizer_of_the_script_is_checked_when_a_run_starts(tmp_path: Path)
     pipeline.close()
 
 
+def test_a_pipeline_offers_no_copy_of_the_model_that_is_not_trained(tmp_path: Path) -> None:
+    """A script that changed such a copy would change nothing."""
+    pipeline = Pipeline(balance_of(tmp_path, MODEL + OPTIMIZER))
+    offered = [value for name, value in vars(pipeline).items() if not name.startswith("_")]
+    assert not any(isinstance(value, nn.Module) for value in offered)
+    pipeline.close()
+
+
 def test_other_optimizers_may_only_step_within_one_of_the_pipeline(tmp_path: Path) -> None:
     """Also after a step that failed, and after a step in another one."""
     pipeline = Pipeline(balance_of(tmp_path, MODEL + OPTIMIZER))
     inner, outer = (pipeline.optimizer(partial(torch.optim.SGD, lr=0.1)) for _ in range(2))
-    own = torch.optim.SGD(pipeline.meta_model.parameters(), lr=0.1)
+    own = torch.optim.SGD(pipeline._meta_model.parameters(), lr=0.1)
 
     def step_others(*_: Any) -> None:
         inner.step()
