@@ -118,7 +118,7 @@ def profile_by_formula(options: ProfileOptions, configuration: Configuration | N
         optimizer=_optimizer(options),
         micro_batch_sizes=texts.parse_micro_batch_sizes(options.batch_sizes, options.batch),
         # torch's optimizers step all parameters at once; `--state-bytes` describes another engine.
-        steps_at_once=options.state_bytes is None,
+        updates_all_at_once=options.state_bytes is None,
         other_tensor_parallel=widths[1:],
     )
     if max(max(each) for layer in profile.layers for each in (layer.saved_bytes, layer.forward_flops)) > LARGEST:
