@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from planner.core.errors import ModelError
 from planner.model.optimizers import OptimizerBuilder, ParameterGroup, WholeModelOptimizer
@@ -112,9 +113,14 @@ def optimizer_step_check(
 
 
 def step_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """Return the functions that the optimizer calls before and after each step."""
+    """Return the functions of other packages that the optimizer calls before and after each step.
+
+    These include hooks for the steps of all optimizers, such as those of `register_optimizer_step_pre_hook`.
+    """
     kinds = (getattr(optimizer, f"_optimizer_step_{kind}_hooks", {}) for kind in ("pre", "post"))
-    return [hook for hooks in kinds for hook in hooks.values()]
+    of_all = (*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values())
+    foreign = [hook for hook in of_all if getattr(hook, "__module__", "").partition(".")[0] not in ("torch", "planner")]
+    return [hook for hooks in kinds for hook in hooks.values()] + foreign
 
 
 def _is_of_torch(optimizer: torch.optim.Optimizer) -> bool:

@@ -34,6 +34,8 @@ WORKER = """
 import os
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
 import model
 from gpipe_plan.executor import arguments, checkpoints, pipeline_script
 
@@ -64,6 +66,8 @@ with pipeline_script(os.environ["BALANCE"], given) as pipeline:
         before = [parameter.clone() for parameter in parameters]
     if what == "hook":
         optimizer.register_step_pre_hook(clip)
+    if what == "global hook":
+        register_optimizer_step_pre_hook(clip)
     if what == "gradient hook":
         [parameter.register_post_accumulate_grad_hook(clamp) for parameter in parameters]
     if what == "added late":
@@ -125,7 +129,12 @@ def losses(output: str) -> list[str]:
 @pytest.mark.parametrize(
     ("what", "says"),
     [
-        ("hook", "the script has added a hook to the SGD that `pipeline.optimizer` returned"),
+        pytest.param(
+            "hook",
+            "the script has added a hook to the SGD that `pipeline.optimizer` returned",
+            marks=pytest.mark.nightly,
+        ),
+        ("global hook", "the script has added a hook to the SGD that `pipeline.optimizer` returned"),
         ("added", '.extra" to a stage'),
         pytest.param("added late", '.extra" to a stage', marks=pytest.mark.nightly),
         ("closure", "the script calls a method of the pipeline within `optimizer.step()`"),
