@@ -39,13 +39,13 @@ def compare(*plans: File | Plan) -> Comparison:
     return Comparison(plans=tuple(rows), difference=difference)
 
 
-def read_plan_for_comparison(against: File | Plan, place: str) -> tuple[Plan, bool, str]:
-    """Read the plan with which `check --against` compares the checked plan.
+def read_plan_for_comparison(against: File | Plan, plan_path: str) -> tuple[Plan, bool, str]:
+    """Return the plan of `check --against`, True if it was recomputed from its profile, and its name for messages.
 
     Args:
         against: A plan, its file, or `git:REVISION`. For `git:REVISION`, the plan is read from the version of the file
-            `place` at this git revision.
-        place: Path of the checked plan's file.
+            `plan_path` at this git revision.
+        plan_path: Path of the checked plan's file.
 
     Returns:
         The plan of `against`; True if its figures were recomputed from its profile; and its name for messages.
@@ -56,15 +56,15 @@ def read_plan_for_comparison(against: File | Plan, place: str) -> tuple[Plan, bo
     """
     path = path_of(against)
     if path is None or not path.startswith("git:"):
-        plan, plan_path = plan_of(against)
-        return *_recomputed_from_profile(plan, lambda: profile_for(plan, plan_path).profile), path or "the other plan"
-    if place == NOWHERE:
+        plan, other_path = plan_of(against)
+        return *_recomputed_from_profile(plan, lambda: profile_for(plan, other_path).profile), path or "the other plan"
+    if plan_path == NOWHERE:
         raise UsageError(f"`--against {path}` needs a plan in a file, to find it in git", hint="name the file")
     revision = path.removeprefix("git:")
-    committed = files.read_plan(f"{path}:{place}", files.read_revision(place, revision))
+    committed = files.read_plan(f"{path}:{plan_path}", files.read_revision(plan_path, revision))
 
     def its_profile() -> Profile:
-        profile_place = files.profile_path(committed, place)
+        profile_place = files.profile_path(committed, plan_path)
         return files.read_profile(f"{path}:{profile_place}", files.read_revision(profile_place, revision))
 
     return *_recomputed_from_profile(committed, its_profile), path

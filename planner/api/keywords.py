@@ -36,21 +36,30 @@ class _ModelCommand(Protocol[P, Result_co]):
 def profile_command(
     record: Callable[P, Record],
 ) -> Callable[[Callable[[AnyProfile, Record], Result]], _ProfileCommand[P, Result]]:
-    """Return a decorator: `command(profile, options)` becomes `command(profile="profile.yaml", *, option=…)`."""
+    """Return a decorator that replaces `options` of `command(profile, options)` by one keyword per field of `record`.
+
+    The default of `profile` is "profile.yaml".
+    """
     return lambda verb: _with_keywords(verb, record, default="profile.yaml")
 
 
 def plan_command(
     record: Callable[P, Record],
 ) -> Callable[[Callable[[File | Plan, Record], Result]], _PlanCommand[P, Result]]:
-    """Return a decorator: `command(plan, options)` becomes `command(plan="plan.yaml", *, option=…)`."""
+    """Return a decorator that replaces `options` of `command(plan, options)` by one keyword per field of `record`.
+
+    The default of `plan` is "plan.yaml".
+    """
     return lambda verb: _with_keywords(verb, record, default="plan.yaml")
 
 
 def model_command(
     record: Callable[P, Record],
 ) -> Callable[[Callable[[File | Any | None, Record], Result]], _ModelCommand[P, Result]]:
-    """Return a decorator: `command(model, options)` becomes `command(model=None, *, option=…)`."""
+    """Return a decorator that replaces `options` of `command(model, options)` by one keyword per field of `record`.
+
+    The default of `model` is None.
+    """
     return lambda verb: _with_keywords(verb, record, default=None)
 
 

@@ -77,17 +77,17 @@ def plan_of(plan: File | Plan) -> tuple[Plan, str]:
     return files.read_plan(path), path
 
 
-def profile_for(plan: Plan, place: str, profile: File | Profile | None = None) -> ProfileSource:
-    """Return the profile of a plan.
+def profile_for(plan: Plan, plan_path: str, profile: File | Profile | None = None) -> ProfileSource:
+    """Return `profile`, read from its file if it is a path; by default, the profile that `plan` names.
 
     Args:
         plan: The plan.
-        place: Path of the plan.
+        plan_path: Path of the plan.
         profile: Profile to use instead of the one that the plan names.
     """
     if isinstance(profile, Profile):
         return ProfileSource(profile=profile, path="profile.yaml")
-    path = files.profile_path(plan, place, path_of(profile))
+    path = files.profile_path(plan, plan_path, path_of(profile))
     return ProfileSource(profile=files.read_profile(path), path=path)
 
 
@@ -102,13 +102,13 @@ def profile_reference(source: ProfileSource, plan_path: str) -> ProfileReference
     return ProfileReference(path=path, digest=files.digest_of(source.profile), how=source.profile.device.how)
 
 
-def judge_again_from_profile(plan: Plan, profile: Profile, place: str) -> Verdict:
+def judge_again_from_profile(plan: Plan, profile: Profile, plan_path: str) -> Verdict:
     """Return the verdict of `check` on a plan. The verdict contains the plan, recomputed from `profile`.
 
     Args:
         plan: The plan.
         profile: Its profile.
-        place: Path of the plan, for the error message.
+        plan_path: Path of the plan, for the error message.
 
     Raises:
         StaleError: The profile differs from the one that the plan was made from.
@@ -116,7 +116,7 @@ def judge_again_from_profile(plan: Plan, profile: Profile, place: str) -> Verdic
     verdict = judge(plan, profile, profile_digest=files.digest_of(profile))
     for finding in verdict.findings:
         if finding.code in ("GP201", "GP202"):
-            raise StaleError(finding.message, path=place, hint=finding.hint)
+            raise StaleError(finding.message, path=plan_path, hint=finding.hint)
     return verdict
 
 
@@ -132,9 +132,10 @@ def resolve_calibration(calibration: File | Calibration | None) -> Calibration |
 
 
 def links_of(links: File | Sequence[Link] | None, **other_options: object) -> tuple[Link, ...]:
-    """Return the link from each device to the next; empty without links.
+    """Return the link from each device to the next. Raise `UsageError` if one of `other_options` also defines links.
 
-    `other_options` are options that also define the links, such as `inter_link`. The value of an unset option is None.
+    The result is empty without links. The keywords `other_options` are options such as `inter_link`; the value of an
+    unset option is None.
 
     Raises:
         UsageError: Two options define the links.

@@ -81,35 +81,37 @@ class CompiledStageMemory:
     waiting: FloatArray
     """Padding of saved activations until a loop over micro-batches flattens them."""
 
-    def memory_by_allocation(self, s: StageMemoryTable, recompute: Recompute, *, in_flight: int) -> MemoryByAllocation:
+    def memory_by_allocation(
+        self, stages: StageMemoryTable, recompute: Recompute, *, in_flight: int
+    ) -> MemoryByAllocation:
         """Return the memory of stages by allocation, if each stage is compiled as one executable.
 
         Args:
-            s: Memory of the stages' tensors.
+            stages: Memory of the stages' tensors.
             recompute: Recompute choice of the stages.
             in_flight: Largest number of micro-batches in flight.
         """
         # Gradients exist during the whole step. A loop over micro-batches stores the activations of each micro-batch. A
         # forward creates its activations and then copies them into this memory, so they exist twice.
-        kept_bytes, edges = s.input + s.saved, s.input + s.output
+        kept_bytes, edges = stages.input + stages.saved, stages.input + stages.output
         keeps, loops = recompute in ("never", "layers"), in_flight > 1
         held = AllocationSize({"in_flight": kept_bytes if keeps else edges}, saved=int(keeps))
         around = self.padding + (self.narrowed if loops else 0.0)
-        transfer = s.sent_output + s.input_gradient + s.message
-        if not keeps or not (loops or s.recomputes_layers):
+        transfer = stages.sent_output + stages.input_gradient + stages.message
+        if not keeps or not (loops or stages.recomputes_layers):
             forward = backward = size_during_action(
-                s.input if keeps else edges, self.peak_without_loop + around, transfer
+                stages.input if keeps else edges, self.peak_without_loop + around, transfer
             )
         else:
             # Copies of weights (`narrowed`) are not added: not all activations wait for a slot at the same time, and
             # the copies fit into the memory of the rest.
-            making = s.peaks.forward + self.padding + (s.saved + self.waiting if loops else 0.0)
-            forward = size_during_action(kept_bytes, making, s.message, saved=1 + loops, peak=FORWARD)
-            backward = size_during_action(kept_bytes, s.peaks.backward + around, transfer, saved=1, peak=BACKWARD)
+            making = stages.peaks.forward + self.padding + (stages.saved + self.waiting if loops else 0.0)
+            forward = size_during_action(kept_bytes, making, stages.message, saved=1 + loops, peak=FORWARD)
+            backward = size_during_action(kept_bytes, stages.peaks.backward + around, transfer, saved=1, peak=BACKWARD)
         kept = AllocationSize({"in_flight": np.maximum(kept_bytes, edges)}) if recompute == "except-last" else held
         running = {**dict.fromkeys(FORWARDS, forward), **dict.fromkeys(BACKWARDS, backward)}
         return build_memory_by_allocation(
-            s, recompute, waiting=held, last_waiting=kept, output_gradient=s.sent_output, running=running
+            stages, recompute, waiting=held, last_waiting=kept, output_gradient=stages.sent_output, running=running
         )
 
 

@@ -85,7 +85,7 @@ class MemoryByAllocation:
     """True if all micro-batches are recomputed, except the last one (`except-last`)."""
 
     def peak_points(self, points: PeakPoints) -> Iterator[AllocationsAtPoint]:
-        """Yield the points that apply to these stages.
+        """Yield the points in the step at which stages with this recompute choice can have their peak.
 
         Points at which gradients are sent to other replicas (`message`) are left out if messages take no memory.
         """
@@ -104,7 +104,7 @@ class MemoryByAllocation:
         return items
 
     def one_stage_by_component(self) -> tuple[FloatArray, FloatArray]:
-        """Return the memory of the stage of a `single_stage_memory_table` by component.
+        """Return permanent bytes and allocations, by component, of the stage of a `single_stage_memory_table`.
 
         Returns:
             Permanent bytes, in the order of `ITEMS`; and the bytes of each allocation, one row for each of
@@ -293,7 +293,7 @@ def size_during_action(
 
 
 def build_memory_by_allocation(
-    s: StageMemoryTable,
+    stages: StageMemoryTable,
     recompute: Recompute,
     *,
     waiting: AllocationSize,
@@ -301,30 +301,30 @@ def build_memory_by_allocation(
     output_gradient: FloatArray,
     running: Mapping[AllocationName, AllocationSize],
 ) -> MemoryByAllocation:
-    """Return the memory of stages by allocation.
+    """Return the memory of stages by allocation, from the allocations of waiting micro-batches and running actions.
 
     Args:
-        s: The stages.
+        stages: The stages.
         recompute: Recompute choice of the stages.
         waiting: Memory of a micro-batch between its forward and its backward.
         last_waiting: Memory of the last micro-batch between its forward and its backward.
         output_gradient: Bytes of a received gradient before its backward runs.
         running: Allocations that exist only while an action runs.
     """
-    always: dict[Item, FloatArray] = {**s.always, "in_flight": s.data}
+    always: dict[Item, FloatArray] = {**stages.always, "in_flight": stages.data}
     sizes: dict[AllocationName, AllocationSize] = {
-        "casts": AllocationSize({"casts": s.casts}),
+        "casts": AllocationSize({"casts": stages.casts}),
         "held": waiting,
         "kept": last_waiting,
-        "input": AllocationSize({"in_flight": s.input}),
+        "input": AllocationSize({"in_flight": stages.input}),
         "output_gradient": AllocationSize({"transfer": output_gradient}),
-        "input_gradient": AllocationSize({"transfer": s.input_gradient}),
+        "input_gradient": AllocationSize({"transfer": stages.input_gradient}),
         **running,
-        "optimizer_step": AllocationSize({"working": s.optimizer_peak}),
+        "optimizer_step": AllocationSize({"working": stages.optimizer_peak}),
     }
     # Only a `MemoryDetail` shows when gradients are allocated. Otherwise they are assumed to exist all the time.
-    if s.exact:
-        sizes["gradients"] = AllocationSize({"gradients": s.gradients})
+    if stages.exact:
+        sizes["gradients"] = AllocationSize({"gradients": stages.gradients})
     else:
-        always["gradients"] = s.gradients
+        always["gradients"] = stages.gradients
     return MemoryByAllocation(always=always, sizes=sizes, last_differs=recompute == "except-last")

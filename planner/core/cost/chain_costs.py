@@ -172,12 +172,12 @@ class StageMemoryModel(Protocol):
     """
 
     def memory_by_allocation(
-        self, s: "StageMemoryTable", recompute: Recompute, *, in_flight: int
+        self, stages: "StageMemoryTable", recompute: Recompute, *, in_flight: int
     ) -> "MemoryByAllocation":
-        """Return the memory of each stage, by allocation.
+        """Return the memory of each stage: permanent bytes, and the bytes of each kind of allocation.
 
         Args:
-            s: Stages, by first and last layer.
+            stages: Stages, by first and last layer.
             recompute: Recompute choice of all these stages.
             in_flight: Largest number of micro-batches in flight on a stage.
         """

@@ -63,7 +63,7 @@ class ChunkMemory(NamedTuple):
     """Bytes of one allocation of each kind (`ALLOCATIONS`), shape (allocations,)."""
 
     def without(self, shared: "SharedBytes", *, exact: bool) -> "ChunkMemory":
-        """Return the memory without `shared`, which has arrays of shape (1, 1); see `subtract_shared`."""
+        """Return this memory minus `shared` (arrays of shape (1, 1)). `exact` is as in `subtract_shared`."""
         _, allocation_bytes = subtract_shared(np.zeros((1, 1)), self.allocation_bytes[None, None], shared, exact=exact)
         left = dict(self.always.items())
         for name in ("parameters", "optimizer") if exact else ("parameters", "optimizer", "gradients"):
@@ -103,7 +103,7 @@ class ChunkMemoryFunction(NamedTuple):
         return sizes
 
     def without(self, shared: "SharedBytes", *, exact: bool) -> "ChunkMemoryFunction":
-        """Return the memory without `shared`, which has arrays of shape (1, 1); see `subtract_shared`."""
+        """Return this memory minus `shared` (arrays of shape (1, 1)). `exact` is as in `subtract_shared`."""
         always, least = subtract_shared(np.full((1, 1), self.always), self.least[None, None], shared, exact=exact)
         _, rest = subtract_shared(np.zeros((1, 1)), self.rest[None, None], shared, exact=exact)
         return self._replace(always=float(always.item()), least=least[0, 0], rest=rest[0, 0])
@@ -255,7 +255,7 @@ def most_shared_input_bytes(costs: ChainCosts, counts: IntArray | FloatArray) ->
 def subtract_shared(
     always: FloatArray, allocation_bytes: FloatArray, shared: SharedBytes, *, exact: bool
 ) -> tuple[FloatArray, FloatArray]:
-    """Return the arguments, less the bytes that another stage on the same device also stores.
+    """Return `always` and `allocation_bytes` minus `shared`, the bytes that another stage of the device also stores.
 
     Args:
         always: Permanent bytes, shape (partitions, stages).
@@ -294,36 +294,36 @@ def stack_device_counts(counts: Sequence[FloatArray]) -> FloatArray:
     return every
 
 
-def device_peaks(stages: FloatArray, counts: FloatArray) -> FloatArray:
+def device_peaks(stage_bytes: FloatArray, counts: FloatArray) -> FloatArray:
     """Return the peak memory of each device in bytes, shape (partitions, devices).
 
     Args:
-        stages: Permanent bytes of each stage, then bytes of each kind of allocation (`ALLOCATIONS`); shape (partitions,
-            devices, chunks, 1 + allocations).
+        stage_bytes: Permanent bytes of each stage, then bytes of each kind of allocation (`ALLOCATIONS`); shape
+            (partitions, devices, chunks, 1 + allocations).
         counts: Result of `stack_device_counts`.
     """
-    by_device = stages.reshape(*stages.shape[:2], -1).transpose(1, 2, 0)
+    by_device = stage_bytes.reshape(*stage_bytes.shape[:2], -1).transpose(1, 2, 0)
     by_point = counts.reshape(*counts.shape[:2], -1)
     size = max(_LEAST_ROWS, _MOST_PRODUCTS // by_point[0].size)
-    starts = range(0, len(stages), size)
+    starts = range(0, len(stage_bytes), size)
     blocks = [(by_point @ by_device[..., start : start + size]).max(axis=1) for start in starts]
     peaks: FloatArray = np.concatenate(blocks, axis=1).T
     return peaks
 
 
-def device_peaks_by_choice(stages: FloatArray, choices: IntArray, counts: FloatArray) -> FloatArray:
+def device_peaks_by_choice(stage_bytes: FloatArray, choices: IntArray, counts: FloatArray) -> FloatArray:
     """Return the peak memory of a device in bytes, shape (partitions, combinations of recompute choices).
 
     Args:
-        stages: Permanent bytes of each stage, then bytes of each kind of allocation (`ALLOCATIONS`); shape (choices,
-            partitions, chunks, 1 + allocations).
-        choices: Combinations of recompute choices, as indices into `stages`; shape (combinations, chunks).
+        stage_bytes: Permanent bytes of each stage, then bytes of each kind of allocation (`ALLOCATIONS`); shape
+            (choices, partitions, chunks, 1 + allocations).
+        choices: Combinations of recompute choices, as indices into `stage_bytes`; shape (combinations, chunks).
         counts: Result of `stack_device_counts` for the device, shape (points, chunks, 1 + allocations).
     """
-    by_chunk, by_point = stages.transpose(0, 2, 1, 3), counts.transpose(1, 2, 0)
+    by_chunk, by_point = stage_bytes.transpose(0, 2, 1, 3), counts.transpose(1, 2, 0)
     size = max(_LEAST_ROWS, _MOST_PRODUCTS // by_point[0].size)
     blocks = []
-    for start in range(0, stages.shape[1], size):
+    for start in range(0, stage_bytes.shape[1], size):
         alive = by_chunk[:, :, start : start + size] @ by_point
         blocks.append(sum(alive[choice, chunk] for chunk, choice in enumerate(choices.T)).max(axis=2))
     peaks: FloatArray = np.concatenate(blocks, axis=1).T

@@ -77,7 +77,7 @@ class Evaluation:
             costs.backward_us[first:end].sum(),
             (*CHOICES, "layers").index(partition.recompute[stage]),
             has_backward=has_backward[end - 1],
-            layers_us=costs.forward_us[recomputed].sum(),
+            recomputed_layers_us=costs.forward_us[recomputed].sum(),
             speed=speed,
             overhead_us=cluster.overhead_us,
         )

@@ -64,7 +64,7 @@ class LayerPeaks(NamedTuple):
 
 
 class PendingStorage(NamedTuple):
-    """Storage that a layer creates for later layers.
+    """Storage for later layers: the last layer that reads it, and the bytes that the creating layer does not save.
 
     If the creating layer does not save the storage, the first recomputed layer with this storage in its input saves it.
     The reason is that a recomputed layer saves its whole input, to repeat its forward.
@@ -185,7 +185,7 @@ class StageLayerMemory:
 
 
 def most_bytes_freed(costs: ChainCosts) -> tuple[FloatArray, FloatArray]:
-    """Return, for each layer, the largest number of bytes per micro-batch that its recomputation can free.
+    """Return the most bytes per micro-batch that recomputing a layer frees: if it begins a stage, and if it does not.
 
     Returns:
         One array for layers that begin a stage, whose input is stored in any case. One array for other layers, whose
@@ -303,7 +303,7 @@ def cast_gradient_peaks(costs: ChainCosts) -> FloatArray:
 
 
 def recomputed_backward_peaks(costs: ChainCosts) -> tuple[FloatArray, FloatArray]:
-    """Return each layer's peak in the first micro-batch's backward under autocast, if the layer is recomputed.
+    """Return the first-backward peak of each layer if recomputed under autocast, and running sums of gradient bytes.
 
     Returns:
         Two arrays of shape (layers,), in bytes. The first has the peak of each layer. It includes the saved bytes of

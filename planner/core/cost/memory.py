@@ -63,7 +63,7 @@ def single_stage_memory_table(
     recomputed: Collection[int],
     splits_backward: bool = False,
 ) -> tuple[StageMemoryTable, Recompute]:
-    """Return the memory of the stage with the layers `first` to `end - 1`, and the stage's actual recompute choice.
+    """Return the memory of a stage (layers `first` to `end - 1`), and its recompute choice: `recompute` or `never`.
 
     Args:
         costs: Costs of the layers at the plan's micro-batch size.

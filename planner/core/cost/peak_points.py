@@ -201,7 +201,7 @@ class AllocationCountChanges(NamedTuple):
 
 
 def allocation_count_changes(actions: Sequence[Sequence[Action]]) -> tuple[tuple[AllocationCountChanges, ...], ...]:
-    """Return, for each device, the changes by each of its actions, then by the optimizer's step of each chunk."""
+    """Return, for each device, the changes of allocation counts by each action, then by each chunk's optimizer step."""
     return tuple(tuple(_AllocationCounter(row, last).changes(program)) for row, program, last in _programs(actions))
 
 
@@ -387,7 +387,7 @@ def _peak_allocation_counts(row: tuple[Action, ...], program: tuple[Instruction,
 
 
 def optimizer_step_counts(chunks: int) -> IntArray:
-    """Return the numbers of allocations during the optimizer's step, shape (chunks, chunks, allocations).
+    """Return the numbers of allocations during the optimizer's step, shape (updated chunks, chunks, allocations).
 
     Entry [u, c, p] is the number of allocations of kind p (an index into `ALLOCATIONS`) of chunk c, while chunk u is
     updated.

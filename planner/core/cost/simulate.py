@@ -159,16 +159,16 @@ def period_us(
 
 
 def early_allreduces_us(
-    actions: Sequence[Sequence[Action]], stages: Sequence[StageTimes], sums_us: Sequence[float]
+    actions: Sequence[Sequence[Action]], stages: Sequence[StageTimes], allreduce_us: Sequence[float]
 ) -> list[float]:
     """Return, for each device, how much of its all-reduces' time passes before its last action ends, in microseconds.
 
     Args:
         actions: Actions of each device, in order.
         stages: Times of each stage, in pipeline order.
-        sums_us: Time of the all-reduce of each stage's gradients over the replicas.
+        allreduce_us: Time of the all-reduce of each stage's gradients over the replicas.
     """
-    return _early_allreduces(actions, _compute_spans(actions, stages), sums_us, max)
+    return _early_us(actions, _compute_spans(actions, stages), allreduce_us, max)
 
 
 def makespans(
@@ -177,7 +177,7 @@ def makespans(
     *,
     blocking: ArrayLike = False,
     between_steps_us: FloatArray | None = None,
-    sums_us: FloatArray | None = None,
+    allreduce_us: FloatArray | None = None,
 ) -> FloatArray:
     """Return the step time of each of several partitions of a chain, in microseconds.
 
@@ -189,7 +189,7 @@ def makespans(
             backwards may be missing if the schedule does not split backwards.
         blocking: True if a transfer keeps the receiver busy: one value per stage, or one value for all.
         between_steps_us: Time of all-reduces and optimizer steps of each device, shape (partitions, devices), or None.
-        sums_us: Time of each stage's all-reduce, shape (partitions, stages). If given, the result of
+        allreduce_us: Time of each stage's all-reduce, shape (partitions, stages). If given, the result of
             `early_allreduces_us` is subtracted from `between_steps_us`.
 
     Raises:
@@ -226,7 +226,7 @@ def makespans(
         clocks = _compute_clocks(steps, len(actions), of_block, begin=begin, later_of=later_of, can_queue=can_queue)
         spans = by_device(clocks.ends)
         if between_steps_us is not None:
-            early = 0.0 if sums_us is None else by_device(_early_allreduces(actions, clocks, rows(sums_us), later_of))
+            early = 0.0 if allreduce_us is None else by_device(_early_us(actions, clocks, rows(allreduce_us), later_of))
             spans = spans - by_device(clocks.begins) + (between_steps_us[block].T - early)
         ends[block] = spans.max(axis=0)
     return ends
@@ -393,10 +393,10 @@ def _listed_durations(times: StageDurations[Clock]) -> list[Clock]:
     ]
 
 
-def _early_allreduces(
+def _early_us(
     actions: Sequence[Sequence[Action]],
     clocks: DeviceSpans[Clock],
-    sums: Sequence[Clock],
+    allreduces: Sequence[Clock],
     later_of: Callable[[Clock, Clock], Clock],
 ) -> list[Clock]:
     # An all-reduce starts when its stage has ended and the device's previous all-reduce is over.
@@ -406,8 +406,8 @@ def _early_allreduces(
         left = nothing = total = before - before
         for stage in stages:
             end = clocks.stage_ends[stage]
-            left = later_of(left - (end - before), nothing) + sums[stage]
-            before, total = end, total + sums[stage]
+            left = later_of(left - (end - before), nothing) + allreduces[stage]
+            before, total = end, total + allreduces[stage]
         early.append(total - left)
     return early
 

@@ -52,7 +52,7 @@ def busy_times(
     recompute: ArrayLike,
     *,
     has_backward: ArrayLike,
-    layers_us: Numbers = 0.0,
+    recomputed_layers_us: Numbers = 0.0,
     speed: Numbers = 1.0,
     overhead_us: Numbers = 0.0,
 ) -> StageBusyTimes:
@@ -64,13 +64,13 @@ def busy_times(
         backward_us: Sum of the backward times of the stage's layers, without recomputation.
         recompute: Recompute choice of each stage: an index into `CHOICES` (negative: `never`), or `LAYERS`.
         has_backward: False for stages without a backward, which recompute nothing.
-        layers_us: Sum of the forward times of the recomputed layers, if the choice is `LAYERS`.
+        recomputed_layers_us: Sum of the forward times of the recomputed layers, if the choice is `LAYERS`.
         speed: Speed of the stage's device, relative to the profiled device.
         overhead_us: The executor's own time per action.
     """
     forward, backward, choice = forward_us / speed, backward_us / speed, np.asarray(recompute)
     whole = np.where(has_backward, forward, 0.0)
-    each = np.where(choice == LAYERS, layers_us / speed, np.where(choice > 0, whole, 0.0))
+    each = np.where(choice == LAYERS, recomputed_layers_us / speed, np.where(choice > 0, whole, 0.0))
     last = np.where(choice == _EXCEPT_LAST, 0.0, each)
     return StageBusyTimes(
         forward + overhead_us, backward + each + overhead_us, backward + last + overhead_us, each, last
@@ -110,31 +110,31 @@ def split_backward_times(
     )
 
 
-def optimizer_slack_us(stage: StageBusyTimes | StageTimes, crossing_us: Numbers) -> FloatArray:
+def optimizer_slack_us(stage: StageBusyTimes | StageTimes, transfer_us: Numbers) -> FloatArray:
     """Return how much longer the optimizer step may take on stage i + 1 than on stage i, in microseconds.
 
     If the difference is at most this slack, stage i + 1 delays the next training step no more than stage i does.
     `stage` has the times of stage i. The result is (C + B - R) + (F + C):
 
-    - Stage i + 1 ends its last backward earlier than stage i, by one transfer C (`crossing_us`) and the last backward B
+    - Stage i + 1 ends its last backward earlier than stage i, by one transfer C (`transfer_us`) and the last backward B
       of stage i. The recomputation R in B does not count, because it runs before the gradient arrives.
     - Stage i + 1 begins the next training step later than stage i, by the forward F of stage i and one transfer C.
     """
     alone_us = stage.last_backward_us - stage.last_recompute_us
-    return np.asarray(stage.forward_us + alone_us + 2 * crossing_us)
+    return np.asarray(stage.forward_us + alone_us + 2 * transfer_us)
 
 
-def delay_with_added_stage_us(tail_us: Numbers, between_steps_us: Numbers, slack_us: Numbers) -> FloatArray:
-    """Return by how much all-reduces and optimizer steps delay the next training step, if a first stage is added.
+def delay_with_added_stage_us(delay_us: Numbers, between_steps_us: Numbers, slack_us: Numbers) -> FloatArray:
+    """Return the delay of the next training step after a stage is added before all other stages of the pipeline.
 
-    The added stage runs before all other stages of the pipeline. All times are in microseconds.
+    All-reduces and optimizer steps cause the delay. All times are in microseconds.
 
     Args:
-        tail_us: Delay without the added stage.
+        delay_us: Delay without the added stage.
         between_steps_us: Time of the added stage's all-reduce and optimizer step.
         slack_us: `optimizer_slack_us` of the added stage.
     """
-    tail: FloatArray = np.maximum(between_steps_us, np.subtract(tail_us, slack_us))
+    tail: FloatArray = np.maximum(between_steps_us, np.subtract(delay_us, slack_us))
     return tail
 
 
@@ -212,7 +212,13 @@ class ChainSums:
         )
 
     def busy_times(
-        self, first: IntArray, end: IntArray, recompute: ArrayLike, *, speed: Numbers, layers_us: Numbers = 0.0
+        self,
+        first: IntArray,
+        end: IntArray,
+        recompute: ArrayLike,
+        *,
+        speed: Numbers,
+        recomputed_layers_us: Numbers = 0.0,
     ) -> StageBusyTimes:
         """Return the forward, backward and recomputation times of stages for one micro-batch.
 
@@ -221,14 +227,14 @@ class ChainSums:
             end: One past the last layer of each stage; arrays are broadcast.
             recompute: Recompute choice of each stage: an index into `CHOICES`, or `LAYERS`.
             speed: Speed of the stage's device, relative to the profiled device.
-            layers_us: Sum of the forward times of the recomputed layers, if the choice is `LAYERS`.
+            recomputed_layers_us: Sum of the forward times of the recomputed layers, if the choice is `LAYERS`.
         """
         return busy_times(
             self.forward_us[end] - self.forward_us[first] + self.costs.entry_us[first],
             self.backward_us[end] - self.backward_us[first],
             recompute,
             has_backward=self.has_backward[end],
-            layers_us=layers_us,
+            recomputed_layers_us=recomputed_layers_us,
             speed=speed,
             overhead_us=self.cluster.overhead_us,
         )

@@ -21,7 +21,7 @@ class PassedTensor(NamedTuple):
 
 
 class CrossingBytes(NamedTuple):
-    """Bytes of a tensor's storage that crosses boundaries between layers, and which layers save it for backward."""
+    """Bytes of a storage that crosses layer boundaries: saved by a receiver, only by its creator, or not saved."""
 
     until: int
     bytes: tuple[float, float, float]

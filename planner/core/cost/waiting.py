@@ -56,7 +56,7 @@ def waiting_gradients(
     ends: IntArray,
     converts: bool = True,
 ) -> Iterator[WaitingGradients]:
-    """Yield the gradients of shared parameters that wait for the backward of an earlier layer, by group of stages.
+    """Yield, for each group of stages, the gradients of shared parameters that wait for an earlier layer's backward.
 
     Stages begin at `firsts` and end at `ends`, in all combinations. First layers with equal results form a group. First
     layers without waiting gradients are in no group.

@@ -144,7 +144,7 @@ class Evaluator:
         if self.case.schedule.splits_backward:
             times |= self._split_backward_times(busy, cuts)._asdict()
             sums = self.case.sums.gradient_allreduce_us(cuts[:, :-1], cuts[:, 1:]) if self.case.replicas > 1 else None
-            return makespans(self.actions, times, blocking=self.blocking, between_steps_us=own, sums_us=sums)
+            return makespans(self.actions, times, blocking=self.blocking, between_steps_us=own, allreduce_us=sums)
         pipeline = makespans(self.actions, times, blocking=self.blocking)
         # The drain and fill of later stages hide the optimizer step of a device.
         return pipeline + optimizer_delay_us(own, optimizer_slack_us(busy, crossing)[:, : self.num_devices])
@@ -278,7 +278,7 @@ class Evaluator:
     ) -> tuple[StageBusyTimes, FloatArray, FloatArray]:
         sums, first, end = self.case.sums, cuts[:, :-1], cuts[:, 1:]
         recompute_us = 0.0 if layers_us is None else layers_us
-        busy = sums.busy_times(first, end, choices, speed=self.speeds, layers_us=recompute_us)
+        busy = sums.busy_times(first, end, choices, speed=self.speeds, recomputed_layers_us=recompute_us)
         own = sums.between_steps_us(first, end, self.speeds)[:, self.stages].sum(axis=2)
         return busy, self.transfer_us[np.arange(self.num_stages), end], own
 

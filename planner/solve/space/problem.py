@@ -199,7 +199,7 @@ class ChainProblem:
             end,
             choice,
             speed=table.speed,
-            layers_us=0.0 if table.recompute_us is None else table.recompute_us[ends],
+            recomputed_layers_us=0.0 if table.recompute_us is None else table.recompute_us[ends],
         )
         receive, receive_back = before.receive_us[first], behind.receive_us[end]
         link = behind.on_link_us[end]

@@ -282,5 +282,7 @@ def test_replicas_sum_gradients_of_a_chunk_after_its_last_weight_gradient(name, 
         for name in (field.name for field in dataclasses.fields(StageTimes))
         if name not in {"recompute_us", "last_recompute_us", "blocking"}
     }
-    many_us = makespans(partition.actions(), arrays, between_steps_us=np.array([all_us]), sums_us=np.array([sums_us]))
+    many_us = makespans(
+        partition.actions(), arrays, between_steps_us=np.array([all_us]), allreduce_us=np.array([sums_us])
+    )
     assert many_us == pytest.approx([max(periods)], rel=1e-9)

@@ -65,7 +65,7 @@ def test_recompute_time_of_each_choice(choice: Recompute, recompute_us: float, l
     """Recomputation excludes the executor's overhead; a device with speed 2 halves it."""
     code = (*CHOICES, "layers").index(choice)
     times = busy_times(
-        np.float64(10), np.float64(30), code, has_backward=True, layers_us=4.0, speed=2.0, overhead_us=0.5
+        np.float64(10), np.float64(30), code, has_backward=True, recomputed_layers_us=4.0, speed=2.0, overhead_us=0.5
     )
     assert times == (5.5, 15.5 + recompute_us, 15.5 + last_recompute_us, recompute_us, last_recompute_us)
 
