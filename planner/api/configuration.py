@@ -78,7 +78,7 @@ def is_for_formula(configuration: Configuration, options: ProfileOptions) -> boo
         estimated = options.device.startswith("estimate:") or options.rate is not None
         if options.from_formula is not None or estimated or configuration.kind == "preset":
             return True
-        check_configuration_packages(otherwise="or use `--device estimate:h100`, which does not build the model")
+        check_configuration_packages(alternative="or use `--device estimate:h100`, which does not build the model")
         return False
     if configuration.kind == "preset":
         raise UsageError("`--from-formula never` needs a file", hint=f"name the {_FILE} of {configuration.name}")

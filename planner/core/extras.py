@@ -72,18 +72,18 @@ def check_installed(extra: Extra) -> None:
         raise _missing(absent, _EXTRAS[extra].purpose, install_command(extra))
 
 
-def check_configuration_packages(*, otherwise: str = "") -> None:
+def check_configuration_packages(*, alternative: str = "") -> None:
     """Check that the packages that are needed to build the model of a config.json are installed.
 
     Args:
-        otherwise: Last part of the error's hint: an option that does not need the packages; empty for none.
+        alternative: Last part of the error's hint: an option that does not need the packages; empty for none.
 
     Raises:
         MissingPackageError: A package is not installed.
     """
     if absent := (*missing_packages("train"), *(() if is_installed("transformers") else ("transformers",))):
         command = install_command("train") if missing_packages("train") else "pip install"
-        hint = command + " transformers" * ("transformers" in absent) + (f"; {otherwise}" if otherwise else "")
+        hint = command + " transformers" * ("transformers" in absent) + (f"; {alternative}" if alternative else "")
         raise _missing(absent, "building the model of a config.json needs", hint)
 
 

@@ -25,7 +25,7 @@ class Cpu(DeviceKind):
     generator = None
 
     @classmethod
-    def count(cls) -> int:
+    def device_count(cls) -> int:
         return sys.maxsize
 
     @classmethod

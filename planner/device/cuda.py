@@ -74,7 +74,7 @@ class Cuda(DeviceKind):
     transfers_overlap = has_own_memory = True
 
     @classmethod
-    def count(cls) -> int:
+    def device_count(cls) -> int:
         return torch.cuda.device_count()
 
     @classmethod
@@ -112,7 +112,7 @@ class Cuda(DeviceKind):
         free, total = torch.cuda.mem_get_info(self.device)
         return max(0, total - free - torch.cuda.memory_reserved(self.device)) + workspaces_bytes
 
-    def equal_layers_limit_bytes(self) -> int:
+    def min_bytes_of_timed_layers(self) -> int:
         # Large layers of a fast GPU may take as little time as their launches, so several are needed in a row.
         return max(CACHE_BYTES, torch.cuda.get_device_properties(self.device).total_memory // 128)
 

@@ -69,7 +69,7 @@ class DeviceKind(ABC):
 
     @classmethod
     @abstractmethod
-    def count(cls) -> int:
+    def device_count(cls) -> int:
         """Return the number of devices on this machine; `sys.maxsize` for the CPU, which processes share."""
 
     @classmethod
@@ -96,8 +96,8 @@ class DeviceKind(ABC):
     def describe(self) -> Device:
         """Return the device's name, its memory, and its reserve: memory that is not available for tensors."""
 
-    def equal_layers_limit_bytes(self) -> int:
-        """Return the total size in bytes that the parameters of equal layers to time should exceed.
+    def min_bytes_of_timed_layers(self) -> int:
+        """Return the number of bytes that the parameters of equal layers, timed in a cycle, should exceed in total.
 
         If one layer ran repeatedly, its parameters would stay in the cache. The repeats therefore cycle through layers
         with equal operators. Layers are added to the cycle until their parameters exceed this size.

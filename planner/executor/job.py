@@ -137,9 +137,10 @@ def _device_of_rank(name: str) -> torch.device:
     if name not in DEVICE_KINDS:  # a device with an index, such as `cuda:1`
         return torch.device(name)
     kind, local = DEVICE_KINDS[name], int(os.environ.get("LOCAL_RANK", "0"))
-    if kind.count() <= local:
+    if kind.device_count() <= local:
         raise UsageError(
-            f"the plan is for {kind.title}, but this machine has {kind.count()} {kind.title} devices for rank {local}",
+            f"the plan is for {kind.title}, "
+            f"but this machine has {kind.device_count()} {kind.title} devices for rank {local}",
             hint="run on the machine for which the plan was made, or pass `--device cpu` to try the script",
         )
     return kind.select_device_of_rank(local)

@@ -247,11 +247,11 @@ def measured_split_times(samples: Sequence[tuple[float, float]], whole: LayerTim
 def equal_layers(units: Sequence[LayerToMeasure], digest: str) -> list[int]:
     """Return the indices of equal layers, those with this digest, that repeats of the measurement time in turn.
 
-    The list ends when the parameters of its layers exceed `DeviceKind.equal_layers_limit_bytes`.
+    The list ends when the parameters of its layers exceed `DeviceKind.min_bytes_of_timed_layers`.
     """
     equal = [n for n, unit in enumerate(units) if unit.digest == digest]
     unit = units[equal[0]]
-    most_bytes = kind_of(unit.device).equal_layers_limit_bytes()
+    most_bytes = kind_of(unit.device).min_bytes_of_timed_layers()
     return equal[: 1 + most_bytes // unit.parameter_bytes] if unit.parameter_bytes else equal[: _TOGETHER[-1]]
 
 
@@ -289,7 +289,7 @@ def group_equal_layers(
 
 def _number_together(kind: DeviceKind, layer_us: float, kept_bytes: int) -> int:
     most_us = _TOGETHER_ON_GPU_US if kind.has_own_memory else _TOGETHER_US
-    most_bytes = max(_STRETCH_BYTES, 4 * kind.equal_layers_limit_bytes())
+    most_bytes = max(_STRETCH_BYTES, 4 * kind.min_bytes_of_timed_layers())
     return int(min(most_us / max(1.0, layer_us), most_bytes / max(1, kept_bytes)))
 
 

@@ -257,7 +257,7 @@ class Xpu(Cuda):
     name, title, communication = "xpu", "XPU", "xccl"
 
     @classmethod
-    def count(cls):
+    def device_count(cls):
         return torch.xpu.device_count()
 ''',
         ),

@@ -39,7 +39,7 @@ class Difference:
     against: str
     """Reference plan: a file, or `git:REVISION`."""
     recomputed: bool
-    """True if the reference plan was evaluated again from its profile; else its stored values are used."""
+    """True if both plans were evaluated again from their profiles; else at least one plan has its stored values."""
     step_us_before: float
     step_us: float
     samples_per_s_before: float
@@ -72,18 +72,18 @@ class Comparison:
     """Difference from the first to the second plan, stage by stage; only for two plans."""
 
 
-def difference_of(before: Plan, now: Plan, *, against: str, recomputed: bool) -> Difference:
-    """Return the differences between two plans.
+def difference_of(before: Plan, now: Plan, *, name_before: str, are_evaluated_again: bool) -> Difference:
+    """Return the differences between the plan `now` and the reference plan `before`.
 
     Args:
         before: Reference plan.
         now: Plan that is compared with the reference plan.
-        against: Name of the reference plan.
-        recomputed: True if the reference plan was evaluated again from its profile.
+        name_before: Name of the reference plan.
+        are_evaluated_again: True if both plans were evaluated again from their profiles.
     """
     return Difference(
-        against=against,
-        recomputed=recomputed,
+        against=name_before,
+        recomputed=are_evaluated_again,
         step_us_before=before.predicted.step_us,
         step_us=now.predicted.step_us,
         samples_per_s_before=before.predicted.samples_per_s,

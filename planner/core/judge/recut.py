@@ -17,7 +17,7 @@ from planner.core.values.profile import Profile
 def with_cuts(
     plan: Plan, profile: Profile, balance: Sequence[int], *, memory_bytes: tuple[int, ...] | None = None
 ) -> Plan:
-    """Return a plan with other cuts, with the recomputation that the new stages need, and with status `given`.
+    """Return a plan with other cuts (`balance`: layers per stage), the recomputation they need, and status `given`.
 
     Each device gets the fastest allowed recompute choice that fits: `never`, `except-last` or `always`. If none fits,
     the device gets the choice with the least memory.

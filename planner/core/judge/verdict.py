@@ -121,22 +121,22 @@ def with_findings(verdict: Verdict, findings: Sequence[Finding]) -> Verdict:
     )
 
 
-def with_difference(verdict: Verdict, before: Plan, *, against: str, recomputed: bool) -> Verdict:
-    """Return a verdict with the differences of its plan from a reference plan.
+def with_difference(verdict: Verdict, before: Plan, *, name_before: str, are_evaluated_again: bool) -> Verdict:
+    """Return a verdict with the differences between its plan and the reference plan `before`.
 
     The verdict also gets findings if a stage needs more memory, or if the plan trains fewer samples per second.
 
     Args:
         verdict: Result of a check; returned unchanged if it has no plan.
         before: Reference plan.
-        against: Name of the reference plan.
-        recomputed: True if the reference plan was evaluated again from its profile.
+        name_before: Name of the reference plan.
+        are_evaluated_again: True if both plans were evaluated again from their profiles.
     """
     if verdict.plan is None:
         return verdict
     from planner.core.judge.difference import difference_of, growth_findings  # noqa: PLC0415 - rarely needed
 
-    difference = difference_of(before, verdict.plan, against=against, recomputed=recomputed)
+    difference = difference_of(before, verdict.plan, name_before=name_before, are_evaluated_again=are_evaluated_again)
     return replace(verdict, difference=difference, findings=(*verdict.findings, *growth_findings(difference)))
 
 
@@ -265,7 +265,7 @@ def is_equal_rounded(name: str, written: float, computed: float) -> bool:
 
 
 def checkable_report(written: Plan, verdict: Verdict) -> SolverReport | None:
-    """Return the solver report of a stored plan, to check its claims: status, lower bound, gap and frontier.
+    """Return a plan's solver report if its claims (status, lower bound, gap, frontier) can be checked; else None.
 
     Returns:
         The stored report, or one without bounds if the stored step time is wrong. None if the plan does not fit, was

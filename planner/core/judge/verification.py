@@ -132,7 +132,7 @@ def compared_figures(plan: Plan, report: RunReport) -> tuple[ComparedFigure, ...
 
 
 def core_shortage_reason(processes: int, threads: int, cores: int) -> str:
-    """Return a message if a machine has too few CPU cores for its processes, so that times are not judged; else "".
+    """Return a message that times are not judged because the machine has too few CPU cores; "" if it has enough.
 
     Args:
         processes: Number of processes on the machine.
@@ -146,7 +146,7 @@ def core_shortage_reason(processes: int, threads: int, cores: int) -> str:
 
 
 def disturbance_reason(report: RunReport) -> str:
-    """Return a message if processes of the run waited for CPU cores, so that times are not judged; else ""."""
+    """Return a message that times are not judged because processes waited for CPU cores; "" if none waited long."""
     waited = cpu_time_phrase(report)
     return f"times are not judged: {waited}; end other programs, and run it again" if waited else ""
 
@@ -160,7 +160,7 @@ def cpu_time_phrase(report: RunReport) -> str:
 
 
 def samples_per_step_if_unplanned(report: RunReport) -> float | None:
-    """Return the median number of samples per step of a run; None if this number is as planned, or unknown."""
+    """Return a run's median number of samples per step if it differs from the plan; None if equal or unknown."""
     rates = report.samples_per_s[report.warmup_steps :]
     if not report.batch or not rates:
         return None
@@ -185,7 +185,7 @@ def compared_peaks(devices: Sequence[tuple[Sequence[int], int]], report: RunRepo
 
 
 def with_agreement(row: ComparedFigure, tolerance: Tolerance, *, are_times_judged: bool) -> ComparedFigure:
-    """Return a compared figure with its verdict; only step time and peaks are judged.
+    """Return a figure with its verdict: for a step time or a peak, `agrees` is True if it is within the tolerance.
 
     Args:
         row: Compared figure.

@@ -38,7 +38,7 @@ class Action(NamedTuple):
 
     @classmethod
     def from_text(cls, text: str) -> "Action | None":
-        """Return the action written as `2F3`; None for another text, or a number of more than nine digits."""
+        """Return the action written as `2F3`; None if the text is not an action or has a number of over nine digits."""
         match = _ACTION.fullmatch(text)
         return None if match is None else cls(int(match[1]), _LETTERS[match[2]], int(match[3]))
 
@@ -183,7 +183,9 @@ class Schedule(ABC):
         return max(micro_batches * bounds.pair_us, bounds.work_us + one_after_the_other)
 
     def stage_time_limit_us(self, upper_us: float, work_us: float, micro_batches: int) -> float:
-        """Return an upper bound in microseconds of a stage's time per micro-batch, in plans faster than `upper_us`.
+        """Return an upper bound of a stage's forward plus backward time, in plans with a shorter step than `upper_us`.
+
+        The stage's time is for one micro-batch, in microseconds.
 
         Args:
             upper_us: Step time that the plans must beat, in microseconds.

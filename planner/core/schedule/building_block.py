@@ -64,24 +64,24 @@ class BuildingBlockSchedule(VSchedule):
         """Return the start times of the first micro-batch's passes on a device."""
 
     @abstractmethod
-    def most_held(self, num_devices: int) -> int:
+    def max_stored_micro_batches(self, num_devices: int) -> int:
         """Return the largest number of micro-batches that a device stores between F and W, summed over its stages."""
 
     def order(self, device: int, num_devices: int, micro_batches: int, chunks: int) -> tuple[Action, ...]:
         """Return the device's actions: the repeated pattern, with each action as early as inputs and memory allow."""
         blocks = tuple(self.pass_start_times(k, num_devices) for k in range(num_devices))
-        return _squeezed_orders(blocks, micro_batches, self.most_held(num_devices))[device]
+        return _squeezed_orders(blocks, micro_batches, self.max_stored_micro_batches(num_devices))[device]
 
 
 @lru_cache(maxsize=8)
 def _squeezed_orders(
-    blocks: tuple[PassStartTimes, ...], micro_batches: int, most_held: int
+    blocks: tuple[PassStartTimes, ...], micro_batches: int, max_stored: int
 ) -> tuple[tuple[Action, ...], ...]:
-    # O(K^2 M). The start times of one device must differ modulo six. `most_held` is the largest number of forwards on a
-    # device that may wait for their W, and at least the number in the pattern.
+    # O(K^2 M). The start times of one device must differ modulo six. `max_stored` is the largest number of forwards on
+    # a device that may wait for their W, and at least the number in the pattern.
     stages = [stages_on(device, len(blocks), 2, "v") for device in range(len(blocks))]
     rows = [_repeated(block, down, up, micro_batches) for block, (down, up) in zip(blocks, stages, strict=True)]
-    squeezed = _squeezed(rows, most_held)
+    squeezed = _squeezed(rows, max_stored)
     return _simulate([[row[unit] for unit in sorted(row)] for row in squeezed])
 
 
@@ -100,7 +100,7 @@ def _repeated(block: PassStartTimes, down: int, up: int, micro_batches: int) -> 
     return slots
 
 
-def _squeezed(rows: Sequence[_Slots], most_held: int) -> list[_Slots]:
+def _squeezed(rows: Sequence[_Slots], max_stored: int) -> list[_Slots]:
     num_stages = 2 * len(rows)
     squeezed = [dict(row) for row in rows]
     # Forwards of each device that wait for their W after each unit of time.
@@ -117,7 +117,7 @@ def _squeezed(rows: Sequence[_Slots], most_held: int) -> list[_Slots]:
         if action.kind == "F":
             # A forward that moves to an earlier unit needs memory from that unit on, so that no unit in between may be
             # full.
-            begin = next((n + 1 for n in range(unit - 1, begin - 1, -1) if holds[n] >= most_held), begin)
+            begin = next((n + 1 for n in range(unit - 1, begin - 1, -1) if holds[n] >= max_stored), begin)
         place = next((n for n in range(begin, unit) if n not in row), unit)
         del row[unit]
         row[place] = action

@@ -37,7 +37,7 @@ class GPipe(Schedule):
         return bounds.work_us + (micro_batches - 1) * (bounds.forward_us + bounds.backward_us)
 
     def stage_time_limit_us(self, upper_us: float, work_us: float, micro_batches: int) -> float:
-        """Return an upper bound of the forward plus backward time of a stage in plans faster than `upper_us`.
+        """Return an upper bound of a stage's forward plus backward time, in plans with a shorter step than `upper_us`.
 
         `work_us` is the forward plus backward time of a micro-batch in all stages. All times are in microseconds.
         """

@@ -30,5 +30,5 @@ class VHalf(BuildingBlockSchedule):
             backward_down=6 * num_devices + late - device - 2,
         )
 
-    def most_held(self, num_devices: int) -> int:
+    def max_stored_micro_batches(self, num_devices: int) -> int:
         return 2 * ((num_devices + 2) // 2)

@@ -30,5 +30,5 @@ class VMin(BuildingBlockSchedule):
             backward_down=4 * num_devices + late - device - 1,
         )
 
-    def most_held(self, num_devices: int) -> int:
+    def max_stored_micro_batches(self, num_devices: int) -> int:
         return 2 * ((num_devices + 4) // 3)

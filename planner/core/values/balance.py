@@ -143,14 +143,14 @@ def quote_options(options: Iterable[str]) -> str:
     return " ".join(shlex.join(filter(None, (name, value))) for name, _, value in words)
 
 
-def memory_options(inputs: Inputs, how: str) -> tuple[str, ...]:
+def memory_options(inputs: Inputs, device_how: str) -> tuple[str, ...]:
     """Return the options of `solve` that state a request's memory limits and headroom, such as `--mem 8GB`.
 
-    `how` is `Device.how` of the profile: profiles with `estimated` values have another default headroom.
+    `device_how` is `Device.how` of the profile: profiles with `estimated` values have another default headroom.
     """
     sizes = tuple(map(inputs.device_memory_for_limit, inputs.memory_bytes))
     limits = sizes[:1] if len(set(sizes)) == 1 else sizes
-    free = (f"--headroom {100 * inputs.headroom:.12g}%",) if inputs.headroom or how == "estimated" else ()
+    free = (f"--headroom {100 * inputs.headroom:.12g}%",) if inputs.headroom or device_how == "estimated" else ()
     return (f"--mem {','.join(map(exact_bytes_option, limits))}", *free)
 
 

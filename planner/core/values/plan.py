@@ -395,7 +395,7 @@ class Plan:
         return self.cluster.optimizer_shards > 1
 
     def device_of(self, stage: Stage) -> int:
-        """Return the index of the device, as in `Inputs.memory_bytes`, that runs `stage`."""
+        """Return the index, within its pipeline, of the device that runs `stage`."""
         return device_of(stage.index, self.num_devices, self.placement)
 
     def chunks_of(self, device: int) -> tuple[Stage, ...]:

@@ -7,7 +7,7 @@ from planner.core.values.units import pluralize
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:
-    """Result of the equivalence check: two training steps in one process, and in pipelines of one process per stage."""
+    """Result of the equivalence check, which trains the unpartitioned model and pipelines, and compares them."""
 
     layers: int
     """Number of layers of the model; 0 if nothing was compared."""

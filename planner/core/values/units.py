@@ -1,7 +1,8 @@
 """Quantities with units, parsed from options and printed for people.
 
 Decimal and binary prefixes differ (`8GB` = 8·10^9 B, `8GiB` = 8·2^30 B). A number without a unit is rejected, because
-`--mem 8` is ambiguous. In error messages, parsers write their argument `before` (such as `--mem `) before the quantity.
+`--mem 8` is ambiguous. In error messages, parsers write their argument `error_prefix` (such as `--mem `)
+before the quantity.
 """
 
 import math
@@ -23,81 +24,81 @@ _COUNTS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12, "
 _QUANTITY = re.compile(r"\s*(?P<number>\d+(?:\.\d*)?|\.\d+)\s*(?P<unit>[A-Za-zµμ/%]*)\s*")
 
 
-def parse_bytes(text: str, before: str = "") -> int:
+def parse_bytes(text: str, error_prefix: str = "") -> int:
     """Return a size such as `8GB`, `7.5GiB`, `512 MiB` in bytes, rounded down to a whole byte.
 
     Raises:
         UsageError: The text is not a number with a unit of bytes.
     """
-    number, unit = _split(text, "8GB or 7.5GiB", before)
+    number, unit = _split(text, "8GB or 7.5GiB", error_prefix)
     factor = _BYTES.get(unit.lower())
     if factor is None:
         units = "use one of B, kB, MB, GB, TB, PB, KiB, MiB, GiB, TiB, PiB"
-        raise _unit_error(before + text, unit, "a size", units, sample="8GB or 7.5GiB")
-    size_bytes: int = math.floor(_bounded(number * factor, before + text))
+        raise _unit_error(error_prefix + text, unit, "a size", units, sample="8GB or 7.5GiB")
+    size_bytes: int = math.floor(_bounded(number * factor, error_prefix + text))
     return size_bytes
 
 
-def parse_bytes_per_s(text: str, before: str = "") -> float:
+def parse_bytes_per_s(text: str, error_prefix: str = "") -> float:
     """Return a rate such as `25GB/s` in bytes per second.
 
     Raises:
         UsageError: The text is not a number with a unit of bytes per second, or the number is zero.
     """
     units = "use one of B/s, kB/s, MB/s, GB/s, TB/s, KiB/s … TiB/s"
-    return _parse_rate(text, _BYTES, before, numerator="B", units=units, sample="25GB/s")
+    return _parse_rate(text, _BYTES, error_prefix, numerator="B", units=units, sample="25GB/s")
 
 
-def parse_flops_per_s(text: str, before: str = "") -> float:
+def parse_flops_per_s(text: str, error_prefix: str = "") -> float:
     """Return a rate such as `190TFLOP/s` in floating-point operations per second.
 
     Raises:
         UsageError: The text is not a number with a unit of operations per second, or the number is zero.
     """
     units = "use one of GFLOP/s, TFLOP/s, PFLOP/s"
-    return _parse_rate(text, _FLOPS, before, numerator="FLOP", units=units, sample="190TFLOP/s")
+    return _parse_rate(text, _FLOPS, error_prefix, numerator="FLOP", units=units, sample="190TFLOP/s")
 
 
-def parse_us(text: str, before: str = "") -> float:
+def parse_us(text: str, error_prefix: str = "") -> float:
     """Return a duration such as `5us`, `1.5ms`, `60s` in microseconds.
 
     Raises:
         UsageError: The text is not a number with a unit of time.
     """
-    number, unit = _split(text, "5us or 1.5ms", before)
+    number, unit = _split(text, "5us or 1.5ms", error_prefix)
     factor = _TIMES_US.get(unit)
     if factor is None:
-        raise _unit_error(before + text, unit, "a time", "use one of us, ms, s", sample="5us or 1.5ms")
-    return float(_bounded(number * factor, before + text))
+        raise _unit_error(error_prefix + text, unit, "a time", "use one of us, ms, s", sample="5us or 1.5ms")
+    return float(_bounded(number * factor, error_prefix + text))
 
 
-def parse_share(text: str, before: str = "") -> float:
+def parse_share(text: str, error_prefix: str = "") -> float:
     """Return a share such as `5%` as a fraction of one (0.05).
 
     Raises:
         UsageError: The text is not a percentage from 0 % to below 100 %.
     """
-    number, unit = _split(text, "5%", before)
+    number, unit = _split(text, "5%", error_prefix)
     if unit != "%":
-        raise _unit_error(before + text, unit, "a share", "add the percent sign", sample="5%")
+        raise _unit_error(error_prefix + text, unit, "a share", "add the percent sign", sample="5%")
     if number >= 100:
-        raise UsageError(f"a share must be below 100%: `{before}{text}`")
+        raise UsageError(f"a share must be below 100%: `{error_prefix}{text}`")
     return float(number / 100)
 
 
-def parse_count(text: str, before: str = "") -> int:
+def parse_count(text: str, error_prefix: str = "") -> int:
     """Return a large number such as `1T` or `300M`, rounded up to a whole number.
 
     Raises:
         UsageError: The text is not a number such as `1500` or `1T`, or the number is zero.
     """
-    number, prefix = _split(text, "1T or 300M", before)
+    number, prefix = _split(text, "1T or 300M", error_prefix)
     factor = _COUNTS.get(prefix.upper())
     if factor is None:
-        raise _unit_error(before + text, prefix, "a number", "use one of k, M, B, G, T, P", sample="1T or 300M")
+        raise _unit_error(error_prefix + text, prefix, "a number", "use one of k, M, B, G, T, P", sample="1T or 300M")
     if number == 0:
-        raise UsageError(f"a number must not be zero: `{before}{text}`")
-    count: int = math.ceil(_bounded(number * factor, before + text))
+        raise UsageError(f"a number must not be zero: `{error_prefix}{text}`")
+    count: int = math.ceil(_bounded(number * factor, error_prefix + text))
     return count
 
 
@@ -172,24 +173,24 @@ def _two_decimals(hundredths: int, unit: str) -> str:
 
 
 def _parse_rate(
-    text: str, factors: Mapping[str, int], before: str, *, numerator: str, units: str, sample: str
+    text: str, factors: Mapping[str, int], error_prefix: str, *, numerator: str, units: str, sample: str
 ) -> float:
-    number, unit = _split(text, sample, before)
+    number, unit = _split(text, sample, error_prefix)
     amount, slash, per = unit.partition("/")
     factor = factors.get(amount.lower())
     if factor is None or slash == "" or per.lower() != "s":
-        raise _unit_error(before + text, unit, "a rate", units, sample=sample)
+        raise _unit_error(error_prefix + text, unit, "a rate", units, sample=sample)
     if number == 0:
-        raise UsageError(f"a rate must not be zero: `{before}{text}`")
+        raise UsageError(f"a rate must not be zero: `{error_prefix}{text}`")
     if not BANDWIDTHS[0] <= number * factor <= BANDWIDTHS[1]:
-        raise UsageError(f"a rate is from 1 {numerator}/s to 10^18 {numerator}/s, got `{before}{truncate(text)}`")
+        raise UsageError(f"a rate is from 1 {numerator}/s to 10^18 {numerator}/s, got `{error_prefix}{truncate(text)}`")
     return float(number * factor)
 
 
-def _split(text: str, sample: str, before: str) -> tuple[Fraction, str]:
+def _split(text: str, sample: str, error_prefix: str) -> tuple[Fraction, str]:
     match = _QUANTITY.fullmatch(text) if len(text) <= _LONGEST else None
     if match is None:
-        problem = f"not a quantity: `{before}{truncate(text)}`"
+        problem = f"not a quantity: `{error_prefix}{truncate(text)}`"
         raise UsageError(problem, hint=f"write a number with its unit, such as {sample}")
     return Fraction(match["number"]), match["unit"]
 

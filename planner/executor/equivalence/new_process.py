@@ -51,7 +51,7 @@ def check_equivalence_on_cpu(
     Raises:
         ModelError: All cuts failed, or the model does not train in a plain loop, or cannot be sent to the process.
     """
-    if not any(kind.has_own_memory and kind.count() for kind in DEVICE_KINDS.values()):
+    if not any(kind.has_own_memory and kind.device_count() for kind in DEVICE_KINDS.values()):
         return check_equivalence(loaded, progress=progress, **options)
     process = _NewProcess()
     try:

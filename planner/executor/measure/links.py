@@ -145,11 +145,11 @@ def _device(name: str) -> torch.device:
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if name == "auto":
         # Prefer an accelerator if it has enough devices; the CPU, which is the first kind, always does.
-        name = next(kind.name for kind in reversed(tuple(DEVICE_KINDS.values())) if kind.count() >= processes)
+        name = next(kind.name for kind in reversed(tuple(DEVICE_KINDS.values())) if kind.device_count() >= processes)
     kind = DEVICE_KINDS[name]
-    if kind.count() < processes:
+    if kind.device_count() < processes:
         raise UsageError(
-            f"this machine has {kind.count()} {kind.title} devices for {processes} processes",
+            f"this machine has {kind.device_count()} {kind.title} devices for {processes} processes",
             hint="start as many processes as there are devices, or use `--device cpu`",
         )
     return kind.select_device_of_rank(int(os.environ.get("LOCAL_RANK", "0")))

@@ -66,7 +66,7 @@ def _device(name: str) -> torch.device:
         kinds = ", ".join(f"`{known}`" for known in (*DEVICE_KINDS, *registered_names("BACKENDS")))
         hint = f"use one of {kinds}, or without the device itself `estimate:h100` or `tpu:v2`"
         raise UsageError(f"unknown device `{name}`", hint=hint)
-    if not DEVICE_KINDS[kind].count():
+    if not DEVICE_KINDS[kind].device_count():
         raise UsageError(
             f"no {DEVICE_KINDS[kind].title} device here for `--device {name}`",
             hint="profile on the machine that has it",

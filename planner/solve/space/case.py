@@ -178,7 +178,7 @@ class Case:
         return max(float(times.max(initial=0.0)) / self.highest_speed, float(times.sum()) / speeds)
 
     def stage_time_limit_us(self, upper_us: float) -> float:
-        """Return an upper bound of the forward plus backward time of a stage in plans faster than `upper_us`.
+        """Return an upper bound of a stage's forward plus backward time, in plans with a shorter step than `upper_us`.
 
         The time is for the profiled device.
         """

@@ -31,7 +31,7 @@ def test_the_cpu_takes_any_number_of_processes() -> None:
     kind = kind_of(CPU)
     assert isinstance(kind.meter(), CpuMemoryMeter)
     assert isinstance(kind.clock(1), CpuClock)
-    assert kind.count() > 10**6
+    assert kind.device_count() > 10**6
     assert kind.select_device_of_rank(7) == CPU
 
 

@@ -55,7 +55,7 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = SimpleNamespace(has_own_memory=True, count=lambda: 1)
+    gpu = SimpleNamespace(has_own_memory=True, device_count=lambda: 1)
     monkeypatch.setattr(new_process, "DEVICE_KINDS", {"cuda": gpu})
 
 
