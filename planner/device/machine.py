@@ -73,20 +73,20 @@ def available_bytes() -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 2**33
 
 
-def keep_freed_memory(*, below: int | None = None) -> None:
-    """Make glibc keep freed memory for later allocations, which makes training steps faster.
+def keep_freed_memory(*, below_bytes: int | None = None) -> None:
+    """Make glibc keep freed blocks of memory for later allocations, which makes training steps faster.
 
     Without glibc, this function does nothing.
 
     Args:
-        below: Size in bytes, at most `LARGE_BYTES`. Freed blocks below this size are kept, all others are returned to
+        below_bytes: Size, at most `LARGE_BYTES`. Freed blocks below this size are kept, all others are returned to
             the system. None keeps blocks of all sizes.
     """
     # By default, glibc returns large blocks to the system, which clears their pages before each reuse.
     try:
         libc = ctypes.CDLL("libc.so.6")
-        libc.mallopt(_M_MMAP_THRESHOLD, below or LARGE_BYTES)
-        libc.mallopt(_M_MMAP_MAX, _MOST_BLOCKS if below else 0)
+        libc.mallopt(_M_MMAP_THRESHOLD, below_bytes or LARGE_BYTES)
+        libc.mallopt(_M_MMAP_MAX, _MOST_BLOCKS if below_bytes else 0)
         libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
     except (OSError, AttributeError):
         return

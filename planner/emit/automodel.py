@@ -131,8 +131,8 @@ def _notes(layout: PlanLayout) -> list[str]:
         *layout.split_backward_notes(),
         *layout.recompute_notes("Automodel recomputes layers, equally on all stages: set `activation_checkpointing`"),
         *layout.assumption_notes(
-            sequence="distributed.sequence_parallel",
-            experts="distributed.ep_size",
-            attention="activation_checkpointing",
+            sequence_option="distributed.sequence_parallel",
+            expert_option="distributed.ep_size",
+            attention_option="activation_checkpointing",
         ),
     ]

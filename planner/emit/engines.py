@@ -14,7 +14,7 @@ from planner.core.values.profile import Profile
 from planner.emit.automodel import emit_automodel
 from planner.emit.deepspeed import emit_deepspeed
 from planner.emit.device_map import emit_device_map
-from planner.emit.launch import LAUNCHERS, launch_job
+from planner.emit.launch import LAUNCHERS, make_launch_job
 from planner.emit.layout import EngineFile, PlanLayout, refuse_tensor_parallel_or_sharded
 from planner.emit.megatron import emit_megatron
 from planner.emit.native import InputPaths, RepeatOptions, emit_native
@@ -131,25 +131,25 @@ def write_engine_files(
     texts, notes, use = {"balance.yaml": emitted.balance, **emitted.smaller}, emitted.notes, emitted.use
     if launch is not None:
         script = Path(folder, emitted.name).as_posix()
-        file = LAUNCHERS[launch](launch_job(emitted.plans, plan.inputs, script=script, nodes=nodes))
+        file = LAUNCHERS[launch](make_launch_job(emitted.plans, plan.inputs, script=script, nodes=nodes))
         texts, notes, use = {**texts, file.name: file.text}, (*notes, *file.notes), file.use
     texts[emitted.name] = emitted.script
     return _write(texts, folder, inputs, script=emitted.name, force=force, notes=notes, use=use)
 
 
-def engine_file(name: str, plan: Plan, profile: Profile) -> EngineFile:
+def engine_file(engine: str, plan: Plan, profile: Profile) -> EngineFile:
     """Return a plan as a file in an engine's format.
 
     Args:
-        name: Name of the format, a key of `FORMATS`.
+        engine: Name of the format, a key of `FORMATS`.
         plan: The plan.
         profile: Profile of the plan.
 
     Raises:
         UsageError: The format cannot express the plan, or the plan does not match the profile.
     """
-    refuse_tensor_parallel_or_sharded(name, plan)
-    return FORMATS[name](PlanLayout.of(plan, profile))
+    refuse_tensor_parallel_or_sharded(engine, plan)
+    return FORMATS[engine](PlanLayout.of(plan, profile))
 
 
 def _write(

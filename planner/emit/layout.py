@@ -155,13 +155,13 @@ class PlanLayout:
         return tuple(pair for pair in self.tied_pairs() if stage_of[pair[0]] != stage_of[pair[1]])
 
     def together_option(self, first: str, second: str) -> str | None:
-        """Return the `solve` option that keeps two layers in one stage; None for the model's first and last layer."""
+        """Return the `solve` option that keeps two layers in one stage; None if all layers would be in it."""
         names = [layer.name for layer in self.layers]
         num_layers = names.index(second) - names.index(first) + 1
         return None if num_layers == len(names) else f"`--together {first},{second}`"
 
     def refuse_formula(self, engine: str, *, block_kind: str = "") -> None:
-        """Raise UsageError if a formula computed the profile, and the engine cannot find the profile's blocks.
+        """Raise UsageError if a formula named the profile's layers, and the engine has no modules for these names.
 
         Formulas of GPT and of encoder-decoders give blocks names such as `block_3`, `encoder_3` or `decoder_3`, which
         are no module paths. An engine can find such blocks only if its own model has the same kind of blocks. No error
@@ -218,19 +218,21 @@ class PlanLayout:
         planned = ", ".join(f"{choice} on {place}" for (choice, _), place in zip(runs, places, strict=True))
         return [f"{text} (planned: {planned})"]
 
-    def assumption_notes(self, *, sequence: str = "", experts: str = "", attention: str = "") -> list[str]:
-        """Return a note for each engine option that the predicted memory assumes.
+    def assumption_notes(
+        self, *, sequence_option: str = "", expert_option: str = "", attention_option: str = ""
+    ) -> list[str]:
+        """Return a note for each engine option that the predicted memory assumes to be set.
 
         Args:
-            sequence: Name of the option for sequence parallelism; empty if not needed.
-            experts: Name of the option for expert parallelism, which sets the number of replicas among which the
+            sequence_option: Name of the option for sequence parallelism; empty if not needed.
+            expert_option: Name of the option for expert parallelism, which sets the number of replicas among which the
                 experts are divided; empty if not needed.
-            attention: Name of the option for recomputation of attention; empty if not needed.
+            attention_option: Name of the option for recomputation of attention; empty if not needed.
         """
         assumed = {
-            "division along the sequence": sequence if self.sequence_parallel else "",
-            f"experts divided among {self.expert_parallel} replicas": experts if self.expert_parallel > 1 else "",
-            "recomputed attention": attention if self.recompute_attention else "",
+            "division along the sequence": sequence_option if self.sequence_parallel else "",
+            f"experts divided among {self.expert_parallel} replicas": expert_option if self.expert_parallel > 1 else "",
+            "recomputed attention": attention_option if self.recompute_attention else "",
         }
         return [f"the memory assumes {what}: set `{option}`" for what, option in assumed.items() if option]
 

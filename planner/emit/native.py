@@ -110,7 +110,7 @@ def emit_native(
         source,
         template=("planner.emit", "train_template.py.txt"),
         script=script,
-        use=launch_command(plan.num_devices * plan.replicas, str(script)),
+        start_command=launch_command(plan.num_devices * plan.replicas, str(script)),
         smaller=tuple(other.num_processes for other in fewer),
         planned=planned(plan, input_paths.plan),
     )
@@ -146,13 +146,13 @@ def emit_from_template(
     *,
     template: tuple[str, str],
     script: Path,
-    use: str,
+    start_command: str,
     notes: tuple[str, ...] = (),
     smaller: tuple[int, ...] = (),
     planned: RunPrediction | None = None,
-    **more: int,
+    **values: int,
 ) -> NativeFiles:
-    """Return the balance configuration of a plan, and a script made from a template.
+    """Return a plan's balance configuration and its training script, made from a template (package, file name).
 
     Args:
         layout: Plan with the layers of each stage.
@@ -160,11 +160,11 @@ def emit_from_template(
         source: Python file and name of the model, such as `model.py:build_model`, relative to the script's folder.
         template: Package and file name of the template.
         script: Path of the script.
-        use: Shell command that starts the training script.
+        start_command: Shell command that starts the training script.
         notes: Remarks about the files.
         smaller: Number of processes of each plan for fewer processes.
         planned: Predictions that a run compares with its measurements.
-        **more: Values of the template's other placeholders.
+        **values: Values of the template's other placeholders.
 
     Raises:
         UsageError: The profile names no model.
@@ -177,13 +177,13 @@ def emit_from_template(
             hint="for other engines: `--format megatron` or `--format torchtitan`; for a script, profile a model.py",
         )
     balance = replace(_balance(layout, profile, source), smaller=smaller, planned=planned)
-    text = _script(template, script.as_posix(), layout, balance, **more)
+    text = _script(template, script.as_posix(), layout, balance, **values)
     return NativeFiles(
         balance=with_signature(dump(balance, header=_HEADER)),
         script=with_signature(text),
         name=script.name,
         notes=notes,
-        use=use,
+        use=start_command,
         plans=(balance,),
     )
 

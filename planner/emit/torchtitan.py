@@ -88,7 +88,7 @@ def emit_torchtitan(layout: PlanLayout) -> EngineFile:
         *layout.split_backward_notes(),
         *layout.recompute_notes("torchtitan recomputes layers, equally on all stages: set `activation_checkpoint`"),
         # No option for sequence parallelism, because torchtitan uses it by default.
-        *layout.assumption_notes(experts="expert_parallel_degree", attention="activation_checkpoint"),
+        *layout.assumption_notes(expert_option="expert_parallel_degree", attention_option="activation_checkpoint"),
     ]
     values = python_assignments(
         PARALLELISM=parallelism, MICRO_BATCHES=plan.micro_batches, MICRO_BATCH_SIZE=plan.micro_batch_size

@@ -168,7 +168,7 @@ class Checkpoints:
             raise StoppedBySignal(128 + signalled)
 
     def close(self) -> None:
-        """Save the state after the training loop, unless it is already saved. The loop may end before `steps` steps.
+        """Save the state after the training loop, unless it is already saved. The loop may have ended early.
 
         `pipeline_script` calls this method at the end of its block. Other scripts must call it after their last step.
         """

@@ -198,7 +198,7 @@ class MiniBatches:
         return self._loader.state_dict() if self._loader is not None else self._loader_state
 
     def load_state_dict(self, state: Any) -> None:
-        """Store the state of a data loader from a checkpoint.
+        """Keep the state of a data loader from a checkpoint until the loader is known.
 
         The state is loaded when `batches_of_steps` gets the data loader as an argument.
         """

@@ -18,7 +18,7 @@ from planner.model.load import LoadedModel
 
 
 class ModelFile:
-    """Module of a model file, which the training script may import."""
+    """Model file of a run. The training script may import the file as a module."""
 
     def __init__(self, path: Path) -> None:
         self._path = path.resolve()

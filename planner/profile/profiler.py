@@ -65,7 +65,7 @@ def profile_model(
     torch.set_num_threads(options.threads)
     if not kind_of(backend.device).has_own_memory:
         # Large blocks are still returned to the system, so that a large model does not take its memory several times.
-        keep_freed_memory(below=LARGE_BYTES)
+        keep_freed_memory(below_bytes=LARGE_BYTES)
     chain, lean = find_chain(loaded, backend.device)
     backend.check(loaded, lean=lean)
     for text in (

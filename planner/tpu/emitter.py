@@ -56,7 +56,7 @@ def emit(plan: Plan, profile: Profile, *, folder: str, profile_folder: str) -> N
         template=("planner.tpu", "train_template.py.txt"),
         script=script,
         notes=(f"{predicted}, the limit is {format_bytes(limit_bytes)} (`--compile {chip}` asks the compiler)",),
-        use=f"python {script}",
+        start_command=f"python {script}",
         predicted_bytes=memory.total,
         limit_bytes=limit_bytes,
     )

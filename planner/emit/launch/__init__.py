@@ -3,13 +3,13 @@
 from collections.abc import Callable
 from typing import Final
 
-from planner.emit.launch.job import LaunchJob, launch_job
+from planner.emit.launch.job import LaunchJob, make_launch_job
 from planner.emit.launch.kubernetes import kubernetes_file
 from planner.emit.launch.ray_train import ray_file
 from planner.emit.launch.slurm import slurm_file
 from planner.emit.layout import EngineFile
 
-__all__ = ["LAUNCHERS", "LaunchJob", "launch_job"]
+__all__ = ["LAUNCHERS", "LaunchJob", "make_launch_job"]
 
 LAUNCHERS: Final[dict[str, Callable[[LaunchJob], EngineFile]]] = {
     "slurm": slurm_file,

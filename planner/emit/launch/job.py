@@ -72,26 +72,28 @@ class LaunchJob:
         """Return the path of the file `name` in the script's folder."""
         return PurePath(self.script).with_name(name).as_posix()
 
-    def launcher_text(self, template: str, *, scheduler: str, option: str, use: str, **values: object) -> str:
-        """Return the text of a launcher with a signature to detect edits.
+    def launcher_text(
+        self, template: str, *, scheduler: str, launch: str, submit_command: str, **values: object
+    ) -> str:
+        """Return the text of a launcher file, made from a template, with a signature to detect edits.
 
         The template's `@header` becomes a comment that describes the job.
 
         Args:
             template: File name of the template in this folder.
             scheduler: Name of the scheduler, as shown to people.
-            option: Name of the scheduler as a value of `emit --launch`.
-            use: Command that submits the file.
+            launch: Name of the scheduler as a value of `emit --launch`.
+            submit_command: Command that submits the file.
             **values: Values of the template's other placeholders.
         """
         text = resources.files(__package__).joinpath(template).read_text(encoding="utf-8")
         lines = [
             f"Starts {self.script} on {scheduler}: {_described(self.largest)}, ranks node by node.",
-            f"Written by `gpipe-plan emit --launch {option}` (gpipe-plan {__version__}). You may edit it.",
+            f"Written by `gpipe-plan emit --launch {launch}` (gpipe-plan {__version__}). You may edit it.",
             *self._about_nodes(),
             *self._about_plans(),
             *self.notes,
-            f"Submit it with: {use}",
+            f"Submit it with: {submit_command}",
         ]
         # Names come from files and must not be able to end a comment.
         wrapped = (
@@ -117,8 +119,8 @@ class LaunchJob:
         return [f"With fewer nodes it continues with {', or '.join(fewer)}."] if fewer else []
 
 
-def launch_job(plans: Sequence[Balance], inputs: Inputs, *, script: str, nodes: Nodes | None) -> LaunchJob:
-    """Return the job that starts a script on a cluster.
+def make_launch_job(plans: Sequence[Balance], inputs: Inputs, *, script: str, nodes: Nodes | None) -> LaunchJob:
+    """Return the `LaunchJob` that starts a training script on a cluster.
 
     Args:
         plans: Plans of the script, most processes first.

@@ -25,8 +25,8 @@ def kubernetes_file(job: LaunchJob) -> EngineFile:
     text = job.launcher_text(
         "kubernetes_template.txt",
         scheduler="Kubernetes (Kubeflow Trainer 2.2 or later)",
-        option="kubernetes",
-        use=use,
+        launch="kubernetes",
+        submit_command=use,
         image=json.dumps(_IMAGE),
         args=json.dumps(["--max-restarts=3", job.script, "--checkpoint=/checkpoints", "--resume=auto"]),
         nodes=size.count,

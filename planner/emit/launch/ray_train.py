@@ -18,8 +18,8 @@ def ray_file(job: LaunchJob) -> EngineFile:
     text = job.launcher_text(
         "ray_template.txt",
         scheduler="Ray (Ray Train V2)",
-        option="ray",
-        use=use,
+        launch="ray",
+        submit_command=use,
         sizes=repr(tuple(size.num_processes for size in job.cluster_sizes)),
         use_gpu=job.uses_gpus,
         cores=job.cores_per_process,

@@ -23,8 +23,8 @@ def slurm_file(job: LaunchJob) -> EngineFile:
     text = job.launcher_text(
         "slurm_template.txt",
         scheduler="SLURM",
-        option="slurm",
-        use=use,
+        launch="slurm",
+        submit_command=use,
         name="train",
         nodes=job.largest.count if fewest == job.largest.count else f"{fewest}-{job.largest.count}",
         resources="\n".join(resources),

@@ -47,7 +47,9 @@ class BuildError(Exception):
 def build_with_values(
     build: Callable[[], nn.Module], wanted: Callable[[nn.Module], Iterable[Tensor]], *, seed: int
 ) -> nn.Module:
-    """Return the model of `seed_process(seed); build()`, with some tensors in memory and the others on the meta device.
+    """Build a model with only the wanted tensors in memory, and all other tensors on the meta device.
+
+    The wanted tensors have the values that `seed_process(seed); build()` gives them.
 
     Args:
         build: Function that builds the model.

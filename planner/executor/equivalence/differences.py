@@ -52,7 +52,7 @@ class StageDifferences:
             name = f"{name}{_LATE}{self.late_step}"
         self.relative[name] = max(ratio if not math.isnan(ratio) else math.inf, self.relative.get(name, 0.0))
 
-    def compare_number(self, name: str, value: float, right: float) -> None:
+    def compare_number(self, name: str, value: float, expected: float) -> None:
         """Record the relative difference between a number of the stage and the same number of the reference.
 
         If two integers differ, their relative difference counts as at least 1, so that a large counter that is
@@ -61,13 +61,13 @@ class StageDifferences:
         Args:
             name: Name of the number in messages.
             value: Number of the stage.
-            right: Number of the reference.
+            expected: Number of the reference.
         """
-        equal = value == right or (math.isnan(value) and math.isnan(right))
-        least = 1.0 if isinstance(value, int) and isinstance(right, int) else 0.0
-        self.record(name, 0.0 if equal else max(abs(value - right) / max(abs(right), 1e-30), least))
+        equal = value == expected or (math.isnan(value) and math.isnan(expected))
+        least = 1.0 if isinstance(value, int) and isinstance(expected, int) else 0.0
+        self.record(name, 0.0 if equal else max(abs(value - expected) / max(abs(expected), 1e-30), least))
 
-    def compare_tensor(self, name: str, value: Tensor | None, right: Tensor | None, least: float = 0.0) -> None:
+    def compare_tensor(self, name: str, value: Tensor | None, expected: Tensor | None, least: float = 0.0) -> None:
         """Record the relative difference between a tensor of the stage and the same tensor of the reference.
 
         The largest difference at any position is divided by the largest magnitude in the reference. A missing tensor
@@ -76,37 +76,41 @@ class StageDifferences:
         Args:
             name: Name of the tensor in messages.
             value: Tensor of the stage.
-            right: Tensor of the reference.
+            expected: Tensor of the reference.
             least: Smallest divisor.
         """
-        value, right = (None if t is None else dense_values(t) for t in (value, right))
-        if value is None or right is None:
-            other = value if right is None else right
+        value, expected = (None if t is None else dense_values(t) for t in (value, expected))
+        if value is None or expected is None:
+            other = value if expected is None else expected
             self.record(name, 0.0 if other is None or not largest_magnitude(other) else math.inf)
-        elif value.shape != right.shape:
+        elif value.shape != expected.shape:
             self.record(name, math.inf)
-        elif torch.equal(value, right):
+        elif torch.equal(value, expected):
             self.record(name, 0.0)
         else:
-            self.record(name, largest_difference(value, right) / max(largest_magnitude(right), least, 1e-30))
+            self.record(name, largest_difference(value, expected) / max(largest_magnitude(expected), least, 1e-30))
 
 
-def compare_update(differences: StageDifferences, name: str, value: Tensor, *, right: Tensor, before: Tensor) -> None:
+def compare_update(
+    differences: StageDifferences, name: str, value: Tensor, *, expected: Tensor, before: Tensor
+) -> None:
     """Compare a parameter after an optimizer's step, relative to the largest change of the reference's parameter.
 
     Args:
         differences: Record to which the difference is added.
         name: Name of the parameter in messages.
         value: Parameter of the stage.
-        right: Parameter of the reference.
+        expected: Parameter of the reference.
         before: Parameter of the reference before the step.
     """
-    if torch.equal(value, right):
+    if torch.equal(value, expected):
         differences.record(name, 0.0)
         return
-    moved = largest_difference(right, before)
-    rounding = 4 * torch.finfo(right.dtype).eps * largest_magnitude(right) if right.is_floating_point() else 0.0
-    difference = largest_difference(value, right)
+    moved = largest_difference(expected, before)
+    rounding = (
+        4 * torch.finfo(expected.dtype).eps * largest_magnitude(expected) if expected.is_floating_point() else 0.0
+    )
+    difference = largest_difference(value, expected)
     differences.record(name, max(0.0, difference - rounding) / max(moved, rounding, 1e-30))
 
 
@@ -138,20 +142,22 @@ def _largest_accepted(name: str, usual: float) -> float:
 
 
 def compare_gradients(
-    differences: StageDifferences, gradients: Mapping[str, Tensor | None], right: ReferenceState
+    differences: StageDifferences, gradients: Mapping[str, Tensor | None], reference: ReferenceState
 ) -> None:
     """Compare the gradients of a stage with those of the reference, by parameter name.
 
     Args:
         differences: Record to which the differences are added.
         gradients: Gradients of the stage.
-        right: State of the reference.
+        reference: State of the reference.
     """
     # A gradient that consists of rounding errors only, as of a bias before a batch normalization, is compared relative
     # to the largest gradient of all. With 1e-5, a MaxViT lost cuts by the rounding errors of such a bias.
-    least = 1e-4 * right.largest_gradient
+    least = 1e-4 * reference.largest_gradient
     for name, gradient in gradients.items():
-        differences.compare_tensor(f'the gradient of "{name}"', gradient, right.tensors.get(f"gradient:{name}"), least)
+        differences.compare_tensor(
+            f'the gradient of "{name}"', gradient, reference.tensors.get(f"gradient:{name}"), least
+        )
 
 
 def rounding_perturbation(precision: Precision, seed: int) -> Callable[[nn.Module], None]:
@@ -168,10 +174,10 @@ def rounding_perturbation(precision: Precision, seed: int) -> Callable[[nn.Modul
     return shake
 
 
-def largest_difference(value: Tensor, right: Tensor) -> float:
+def largest_difference(value: Tensor, expected: Tensor) -> float:
     """Return the largest absolute difference between two tensors of equal shape. NaN equals only NaN."""
     most = 0.0  # the tensors are compared in pieces, because a tensor of all differences would need too much memory
-    pieces = zip(value.detach().reshape(-1).split(_PIECE), right.detach().reshape(-1).split(_PIECE), strict=True)
+    pieces = zip(value.detach().reshape(-1).split(_PIECE), expected.detach().reshape(-1).split(_PIECE), strict=True)
     for one, other in pieces:
         is_exact = one.is_floating_point() or one.is_complex()
         numbers = one - other if is_exact else one.double() - other.double()

@@ -36,7 +36,7 @@ _RETURNED_BYTES = 2**18
 
 def return_freed_blocks_to_system() -> None:
     """Make this process return large blocks of freed memory to the system, which saves memory but takes time."""
-    keep_freed_memory(below=_RETURNED_BYTES)
+    keep_freed_memory(below_bytes=_RETURNED_BYTES)
 
 
 class ChildError(Exception):

@@ -146,8 +146,8 @@ class EquivalenceRound:
     def _difference_of_references(self) -> str:
         """Train the reference again, and describe how the second training differs from the first."""
         folder = self._train_another_reference(self.subject.options, None)
-        begun, right = (ReferenceState.load(each / "initial").tensors for each in (folder, self.folder))
-        pairs = [(tensor, right[name]) for name, tensor in begun.items()]
+        begun, expected = (ReferenceState.load(each / "initial").tensors for each in (folder, self.folder))
+        pairs = [(tensor, expected[name]) for name, tensor in begun.items()]
         if any(one is not None and other is not None and not torch.equal(one, other) for one, other in pairs):
             return ""  # trainings with different initial values cannot be compared
         again, first = (ReferenceState.load(each / "gradients-0") for each in (folder, self.folder))
@@ -283,9 +283,9 @@ class EquivalenceRound:
         noise: dict[str, float] = {}
         # The first step is not enough: if the last layer is initialized with zeros, earlier layers get no gradients.
         for steps in range(1, self.subject.options.steps + 1):
-            right = ReferenceState.load(self.folder / f"gradients-{steps - 1}")
+            reference = ReferenceState.load(self.folder / f"gradients-{steps - 1}")
             for seed in range(_DRAWS):
-                for what, size in _differences_of_states(self._perturbed_reference(steps, seed), right).items():
+                for what, size in _differences_of_states(self._perturbed_reference(steps, seed), reference).items():
                     noise[what] = max(size, noise.get(what, 0.0))
         return noise
 
@@ -364,16 +364,16 @@ def _merged_differences(differences: Sequence[StageDifferences]) -> dict[str, fl
     return relative
 
 
-def _differences_of_states(state: ReferenceState, right: ReferenceState) -> dict[str, float]:
+def _differences_of_states(state: ReferenceState, reference: ReferenceState) -> dict[str, float]:
     differences = StageDifferences()
-    differences.compare_number("the loss", state.loss, right.loss)
+    differences.compare_number("the loss", state.loss, reference.loss)
     gradients = {n.partition(":")[2]: t for n, t in state.tensors.items() if n.startswith("gradient:")}
-    compare_gradients(differences, gradients, right)
+    compare_gradients(differences, gradients, reference)
     for name, number in state.numbers.items():
-        differences.compare_number(f'{NUMBER} "{name}"', number, right.numbers.get(name, number))
+        differences.compare_number(f'{NUMBER} "{name}"', number, reference.numbers.get(name, number))
     for name, tensor in state.tensors.items():
         if name.startswith("buffer:"):
-            differences.compare_tensor(f'the buffer "{name.partition(":")[2]}"', tensor, right.tensors[name])
+            differences.compare_tensor(f'the buffer "{name.partition(":")[2]}"', tensor, reference.tensors[name])
     return differences.relative
 
 

@@ -147,13 +147,13 @@ class _RankTraining:
         # several ranks also differ from each other.
         for name, tensor in self._held_tensors().items():
             kind = "parameter" if name in self._named else "buffer"
-            right = self._before.tensors.get(f"{kind}:{name}")
-            if right is None or right.shape != tensor.shape or tensor.is_meta:
+            expected = self._before.tensors.get(f"{kind}:{name}")
+            if expected is None or expected.shape != tensor.shape or tensor.is_meta:
                 continue
-            is_lent = tensor.data_ptr() == right.data_ptr()
-            if not is_lent and not torch.equal(tensor.detach(), right):
+            is_lent = tensor.data_ptr() == expected.data_ptr()
+            if not is_lent and not torch.equal(tensor.detach(), expected):
                 self._found.own_values[self._pipeline.canonical_names.get(name, name)] = digest_of_tensor(tensor)
-                tensor.detach().copy_(right)
+                tensor.detach().copy_(expected)
 
     def _held_tensors(self) -> dict[str, Tensor]:
         buffers = {n: b for module in self._pipeline.modules for n, b in module.named_buffers(remove_duplicate=False)}
@@ -164,21 +164,21 @@ class _RankTraining:
         return {id(tensor): tensor._version for tensor in (*self._held_tensors().values(), *loose)}
 
     def _compare_step(self, loss: float, step: int, at_start: dict[str, float]) -> None:
-        right = self._wait_for_reference_state(f"gradients-{step}")
+        reference = self._wait_for_reference_state(f"gradients-{step}")
         differences, pipeline = self._found, self._pipeline
         if pipeline.is_last:
-            differences.compare_number("the loss", loss, right.loss)
+            differences.compare_number("the loss", loss, reference.loss)
         if self._trial.options.updates:
-            compare_gradients(differences, {n: p.grad for n, p in self._named.items() if p.requires_grad}, right)
+            compare_gradients(differences, {n: p.grad for n, p in self._named.items() if p.requires_grad}, reference)
         else:
             self._compare_and_release(step)
         for name, buffer in self._held_tensors().items():
-            if f"buffer:{name}" in right.tensors:
-                expected = right.tensors[f"buffer:{name}"]
-                differences.compare_tensor(f'the buffer "{name}"', buffer, expected, _least_divisor(name, right))
-        self._compare_numbers(right, at_start)
+            if f"buffer:{name}" in reference.tensors:
+                expected = reference.tensors[f"buffer:{name}"]
+                differences.compare_tensor(f'the buffer "{name}"', buffer, expected, _least_divisor(name, reference))
+        self._compare_numbers(reference, at_start)
         for name, parameter in self._named.items() if self._trial.options.updates else ():
-            gradient = right.tensors.get(f"gradient:{name}")
+            gradient = reference.tensors.get(f"gradient:{name}")
             if gradient is not None and parameter.grad is not None:
                 parameter.grad.copy_(gradient)
 
@@ -187,8 +187,8 @@ class _RankTraining:
             if parameter.requires_grad:
                 # Load the state for each gradient separately, because pages of the file are released with the state:
                 # the model barely fits in memory.
-                right = self._wait_for_reference_state(f"gradients-{step}")
-                compare_gradients(self._found, {name: parameter.grad}, right)
+                reference = self._wait_for_reference_state(f"gradients-{step}")
+                compare_gradients(self._found, {name: parameter.grad}, reference)
                 parameter.grad = None
 
     def _kept_tensors(self) -> frozenset[str]:
@@ -199,53 +199,53 @@ class _RankTraining:
     def _file_numbers(self) -> dict[str, float]:
         return numbers_in_user_files(self._trial.chain.model, self._trial.loaded.loss_fn)
 
-    def _compare_numbers(self, right: ReferenceState, at_start: dict[str, float]) -> None:
+    def _compare_numbers(self, reference: ReferenceState, at_start: dict[str, float]) -> None:
         differences, used = self._found, set[str]()
         is_recomputed = self._trial.balance.stages[0].recompute != "never"
-        counts = self._changed_counts(right)
+        counts = self._changed_counts(reference)
         for module in self._pipeline.modules:
             finished = module.finished_modules()
             used |= variables_read(finished)
             every = {**numbers_in_attributes(finished), **numbers_in_hooks(finished)}
-            self._compare_counts(every, right, [name for name in counts if self._owner(name) in finished])
+            self._compare_counts(every, reference, [name for name in counts if self._owner(name) in finished])
             for name, number in without_leftover_tensors(every, self._kept).items():
                 what = f'the tensor "{name.removesuffix(TENSOR)}"' if name.endswith(TENSOR) else f'{NUMBER} "{name}"'
                 # An entry that began as a number may hold a tensor in the reference. A stage has deleted this tensor.
-                if not name.endswith(LENGTH) or _num_entries(every, name) != _num_entries(right.numbers, name):
+                if not name.endswith(LENGTH) or _num_entries(every, name) != _num_entries(reference.numbers, name):
                     # Stages of a Sequential delete no tensors, so a number that is missing there is a tensor.
                     missing = math.inf if self._trial.chain.outline is None and name in self._kept else number
-                    differences.compare_number(what, number, right.numbers.get(name, missing))
+                    differences.compare_number(what, number, reference.numbers.get(name, missing))
 
         def is_read(name: str) -> bool:
             file, _, variable = name.rpartition(":")
             return f"{file}:{variable.partition('.')[0]}" in used
 
         in_files = self._file_numbers()
-        self._compare_counts(in_files, right, filter(is_read, counts))
+        self._compare_counts(in_files, reference, filter(is_read, counts))
         for name, number in without_leftover_tensors(in_files, at_start).items():
             variable = name.rpartition(":")[2]
             if number != at_start.get(name) or is_read(name):
                 what = "tensor" if name.endswith(TENSOR) else "number"
                 what = f'the module-level {what} "{variable.removesuffix(TENSOR)}"'
                 missing = math.inf if name in at_start else number  # it has become a tensor in the reference
-                differences.compare_number(what, number, right.numbers.get(name, missing))
+                differences.compare_number(what, number, reference.numbers.get(name, missing))
                 if differences.late_step and is_recomputed and number != self._in_file.get(name, number):
                     # A recomputation may run after the change, and its first forward before.
                     differences.record(f"{what}, which `forward` changes,", math.inf)
             self._in_file[name] = number
 
-    def _changed_counts(self, right: ReferenceState) -> list[str]:
+    def _changed_counts(self, reference: ReferenceState) -> list[str]:
         # A forward may leave tensors behind, which a stage deletes. But if their count changes from step to step in the
         # reference, later forwards may read them.
-        before = right.numbers if self._last_numbers is None else self._last_numbers
-        self._last_numbers = right.numbers
-        return [n for n, count in right.numbers.items() if n.endswith(TENSORS) and count != before.get(n, 0)]
+        before = reference.numbers if self._last_numbers is None else self._last_numbers
+        self._last_numbers = reference.numbers
+        return [n for n, count in reference.numbers.items() if n.endswith(TENSORS) and count != before.get(n, 0)]
 
-    def _compare_counts(self, numbers: Mapping[str, float], right: ReferenceState, names: Iterable[str]) -> None:
+    def _compare_counts(self, numbers: Mapping[str, float], reference: ReferenceState, names: Iterable[str]) -> None:
         for name in names:
             # A stage may also delete the container, or not make it.
             what = f'the number of tensors in "{name.rpartition(":")[2].removesuffix(TENSORS)}"'
-            self._found.compare_number(what, numbers.get(name, 0), right.numbers[name])
+            self._found.compare_number(what, numbers.get(name, 0), reference.numbers[name])
 
     def _owner(self, name: str) -> str | None:
         """Return the path of the `nn.Module` to which a recorded number belongs; None for a variable of a Python file.
@@ -256,38 +256,40 @@ class _RankTraining:
         return None if ":" in name else max(paths, key=len, default=None)
 
     def _compare_update(self, optimizer: torch.optim.Optimizer, step: int) -> None:
-        right, differences = self._wait_for_reference_state(f"updated-{step}"), self._found
+        reference, differences = self._wait_for_reference_state(f"updated-{step}"), self._found
         for name, parameter in self._named.items():
-            expected, before = right.tensors[f"parameter:{name}"], self._before.tensors[f"parameter:{name}"]
+            expected, before = reference.tensors[f"parameter:{name}"], self._before.tensors[f"parameter:{name}"]
             assert expected is not None
             assert before is not None
             what = f'the updated parameter "{name}"'
-            compare_update(differences, what, sampled_values(parameter), right=expected, before=sampled_values(before))
+            compare_update(
+                differences, what, sampled_values(parameter), expected=expected, before=sampled_values(before)
+            )
         tensors, groups = optimizer_state(optimizer, self._named)
         of_ours = {
-            key for key in right.tensors if key.startswith("optimizer:") and _split_state_key(key)[0] in self._named
+            key for key in reference.tensors if key.startswith("optimizer:") and _split_state_key(key)[0] in self._named
         }
         for key in sorted(of_ours | tensors.keys()):
             name, kind = _split_state_key(key)
             what = f'the optimizer\'s "{kind}" of "{name}"'
             ours = tensors.get(key)
-            if key not in right.tensors:
+            if key not in reference.tensors:
                 what += ", which gets no gradient in a plain loop (freeze it, `requires_grad_(False)`),"
-            differences.compare_tensor(what, None if ours is None else sampled_values(ours), right.tensors.get(key))
+            differences.compare_tensor(what, None if ours is None else sampled_values(ours), reference.tensors.get(key))
         for name, options in groups.items():
             for key, value in options.items():
-                expected_option = right.groups.get(name, {}).get(key, value)
+                expected_option = reference.groups.get(name, {}).get(key, value)
                 differences.compare_number(f'the optimizer\'s "{key}" for "{name}"', value, expected_option)
-        self._before = right
+        self._before = reference
 
 
 def _num_entries(numbers: Mapping[str, float], length: str) -> float:
     return numbers.get(length, 0) + numbers.get(length.removesuffix(LENGTH) + TENSORS, 0)
 
 
-def _least_divisor(name: str, right: ReferenceState) -> float:
+def _least_divisor(name: str, reference: ReferenceState) -> float:
     # A running mean may be near 0: its error is compared with 1 % of the largest running standard deviation.
-    variance = right.tensors.get(f"buffer:{name.removesuffix('running_mean')}running_var")
+    variance = reference.tensors.get(f"buffer:{name.removesuffix('running_mean')}running_var")
     return (
         0.0 if not name.endswith("running_mean") or variance is None else 0.01 * math.sqrt(largest_magnitude(variance))
     )

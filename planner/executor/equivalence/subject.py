@@ -137,13 +137,13 @@ class CheckedModel:
     """Reason why the optimizer is not compared; empty if it is compared."""
 
     @classmethod
-    def choose(cls, request: CheckRequest, whole: Chain, size: int, *, lean: bool) -> "CheckedModel":
-        """Return the model to train: the full model, or a shortened one if the model is large.
+    def choose(cls, request: CheckRequest, whole: Chain, micro_batch_size: int, *, lean: bool) -> "CheckedModel":
+        """Return the full model, or a shortened one if it is large. If `lean`, the shortened model has random values.
 
         Args:
             request: Model, cuts and time limit of the check.
             whole: Chain of the full model.
-            size: Number of samples in a micro-batch.
+            micro_batch_size: Number of samples in a micro-batch.
             lean: If true and layers are left out, parameters get random values instead of the user's initial values.
 
         Raises:
@@ -155,7 +155,7 @@ class CheckedModel:
             steps=STEPS,
             late_steps=LATE_STEPS if _num_parameters(whole) <= _FEW_PARAMETERS else 0,
             micro_batches=_MICRO_BATCHES,
-            micro_batch_size=size,
+            micro_batch_size=micro_batch_size,
             starts=layer_starts(whole),
         )
         try:
@@ -208,7 +208,7 @@ class CheckedModel:
 
     @property
     def compared_cuts(self) -> dict[int, int]:
-        """For each compared cut of the user's model, the equivalent cut of `chain`, which the check trains."""
+        """Equivalent cut of the trained model (`chain`), for each compared cut of the user's model."""
         places = {end: cut for cut, end in enumerate(self.chain.boundary_names, start=1)}
         kept = {name: index for index, name in enumerate(self.whole.names)}
         shown: dict[int, int] = {}

@@ -108,20 +108,20 @@ def check_rank_files(folder: Path, index: CheckpointIndex) -> None:
             check_file_size(folder / rank_file_name(rank), entry)
 
 
-def check_same_computation(index: CheckpointIndex, computation: Mapping[str, str], source: str) -> None:
+def check_same_computation(index: CheckpointIndex, code_digests: Mapping[str, str], path: str) -> None:
     """Refuse to resume a run if the code of the loss or of the layers has changed.
 
     Args:
         index: Index of the checkpoint.
-        computation: Digests of the loss function and of the layers of this run.
-        source: Name of the checkpoint in the message.
+        code_digests: Digests of the loss function and of the layers of this run.
+        path: Path of the checkpoint, for the message.
 
     Raises:
         UsageError: The loss or the layers have changed.
     """
-    changed = [words for name, words in _COMPUTES.items() if index.computation.get(name) != computation[name]]
+    changed = [words for name, words in _COMPUTES.items() if index.computation.get(name) != code_digests[name]]
     if changed and index.python == PYTHON:
         raise UsageError(
-            f"{' and '.join(changed)} changed since {source} was written: the run would continue with another model",
-            hint=f"undo the change in the model file; or start a new run from the weights only: `--weights {source}`",
+            f"{' and '.join(changed)} changed since {path} was written: the run would continue with another model",
+            hint=f"undo the change in the model file; or start a new run from the weights only: `--weights {path}`",
         )

@@ -18,7 +18,7 @@ from planner.executor.keep.saved import (
 
 
 class RunFolder:
-    """Checkpoint folder of a run, with one object on every rank.
+    """Checkpoint folder of a run. Every rank creates one `RunFolder`.
 
     The first rank reads and changes the folder, and sends the results to the other ranks.
 

@@ -50,16 +50,18 @@ def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
 def load_weights(
     source: str | StoredCheckpoint,
     tensors: Mapping[str, Tensor],
-    names: Mapping[str, str],
+    first_names: Mapping[str, str],
     whole: nn.Module | None = None,
 ) -> tuple[str, ...]:
-    """Copy the tensors of a stage from a state dict, and read no other tensors.
+    """Copy the tensors of a stage from a state dict, and return descriptions of the dtype casts.
+
+    Other tensors of the state dict are not read.
 
     Args:
         source: To start a new run, the path of its weights: a file of `torch.save` or safetensors, or a checkpoint. To
             resume a run, its opened checkpoint, whose tensors may contain NaN.
         tensors: Tensors of the stage, by name in the model.
-        names: Result of `canonical_names` for the whole model.
+        first_names: Result of `canonical_names` for the whole model.
         whole: The whole model; its tensors may be on the meta device. Its `load_state_dict` pre-hooks are applied to
             the state dict of a new run. If None, no hooks are applied.
 
@@ -75,11 +77,11 @@ def load_weights(
     stored = _open_state_dict(source) if isinstance(source, str) else source
     if whole is not None and not isinstance(stored, StoredCheckpoint):
         stored = _after_hooks(whole, stored)
-    _check_names(path, stored, names, whole)
+    _check_names(path, stored, first_names, whole)
     # A tied tensor may have another name in the file: both are mapped to its first name.
-    name_there = {names[name]: name for name in stored}
+    name_there = {first_names[name]: name for name in stored}
     # Check all tensors before any is copied. Until then, they are only mapped into memory.
-    wanted = {name_there[names[name]]: target.detach() for name, target in tensors.items()}
+    wanted = {name_there[first_names[name]]: target.detach() for name, target in tensors.items()}
     saved = {name: stored[name] for name in wanted}
     for name, target in wanted.items():
         if saved[name].shape != target.shape:

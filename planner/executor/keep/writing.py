@@ -36,7 +36,7 @@ class WrittenFile(NamedTuple):
 
 
 class CheckpointWriter:
-    """Writer of one checkpoint, with one object on every rank. Writing begins when the object is created.
+    """Writer of one checkpoint. Every rank creates one writer, which begins to write at once.
 
     Args:
         stored: State and tensors of this rank.

@@ -119,7 +119,7 @@ def _worker(rank: int, folder: str) -> None:
         store = dist.FileStore(f"{folder}/store_{size}", 2)  # type: ignore[attr-defined]
         dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
         spans: list[RunSpan] = []
-        step = make_empty_step(rank, 2, size, timer=partial(_timed, spans, rank), leaves_cache=True)
+        step = make_empty_step(rank, 2, size, timer=partial(_timed, spans, rank), overwrites_cache=True)
         steps = []
         for number in range(_WARM_UPS + _STEPS):
             if number == _WARM_UPS:
@@ -163,7 +163,7 @@ def make_empty_step(
     *,
     group: ProcessGroup | None = None,
     timer: ActionTimer | None = None,
-    leaves_cache: bool = False,
+    overwrites_cache: bool = False,
 ) -> Callable[[], None]:
     """Return a function that runs one step of a CPU pipeline without arithmetic.
 
@@ -173,12 +173,12 @@ def make_empty_step(
         size: Number of float32 values that each forward and each backward of a micro-batch sends.
         group: Processes of the pipeline, in order; by default all processes.
         timer: Function that runs and times every forward and backward; by default, they are not timed.
-        leaves_cache: If true, each layer overwrites the CPU cache, as layers with arithmetic do.
+        overwrites_cache: If true, each layer overwrites the CPU cache, as layers with arithmetic do.
     """
     is_last = index == num_stages - 1
     crossing = Boundary.of(torch.empty(1, size, device="meta", requires_grad=index > 0))
     module = StageModule(
-        [Layer("nothing", _PassThrough(torch.zeros(CACHE_BYTES // 4 if leaves_cache else 0)))],
+        [Layer("nothing", _PassThrough(torch.zeros(CACHE_BYTES // 4 if overwrites_cache else 0)))],
         received=crossing,
         recompute="never",
         micro_batches=MICRO_BATCHES,

@@ -26,7 +26,7 @@ Item = TypeVar("Item")
 
 
 class RunSpan(NamedTuple):
-    """Time of an action of a process. A recomputation is within the time of its backward (B or I)."""
+    """Time span of an action. The span of a backward or input-gradient pass contains the span of its recomputation."""
 
     kind: RunSpanKind
     stage: int

@@ -14,7 +14,7 @@ from planner.device.machine import release_freed_memory, keep_freed_memory
 def resident_bytes():
     return int(open("/proc/self/statm").read().split()[1]) * 4096
 
-keep_freed_memory(below={below})
+keep_freed_memory(below_bytes={below})
 before = resident_bytes()
 tensor = torch.ones(2**25)
 del tensor

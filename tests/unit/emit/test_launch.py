@@ -20,7 +20,7 @@ from planner.core.errors import FileError, UsageError
 from planner.core.values.nodes import Nodes
 from planner.core.values.plan import Inputs, Plan, ProfileReference
 from planner.core.values.profile import Device, Model, Profile
-from planner.emit.launch import LAUNCHERS, launch_job
+from planner.emit.launch import LAUNCHERS, make_launch_job
 from planner.emit.native import emit_native
 from planner.solve import Request, solve
 from tests.support.processes import wait_for
@@ -60,7 +60,7 @@ def written(profile: Profile, name: str, script: str = "out/train.py", nodes: No
     plans = [plan_of(profile, stages) for stages in (4, 2, 1)]
     emitted = emit_native(plans[0], profile, folder=".", profile_folder=".", smaller=plans[1:])
     nodes = nodes or Nodes(count=2, devices=2)
-    return LAUNCHERS[name](launch_job(emitted.plans, plans[0].inputs, script=script, nodes=nodes)).text
+    return LAUNCHERS[name](make_launch_job(emitted.plans, plans[0].inputs, script=script, nodes=nodes)).text
 
 
 # Nodes
@@ -69,7 +69,7 @@ def written(profile: Profile, name: str, script: str = "out/train.py", nodes: No
 def crossing(profile: Profile, plan: Plan, nodes: Nodes | None) -> list[str]:
     """Return stages and ranks of the cuts between nodes."""
     emitted = emit_native(plan, profile, folder=".", profile_folder=".")
-    job = launch_job(emitted.plans, plan.inputs, script="train.py", nodes=nodes)
+    job = make_launch_job(emitted.plans, plan.inputs, script="train.py", nodes=nodes)
     return [cut.partition(", ")[2] for cut in job.cuts_between_nodes]
 
 
@@ -95,7 +95,7 @@ def test_processes_are_divided_evenly_among_nodes(profile: Profile) -> None:
     def job(nodes: str, plan: Plan = four) -> Any:
         count, devices = map(int, nodes.split("x"))
         there = Nodes(count=count, devices=devices)
-        return launch_job(emitted.plans, plan.inputs, script="train.py", nodes=there)
+        return make_launch_job(emitted.plans, plan.inputs, script="train.py", nodes=there)
 
     shares = {nodes: str(job(nodes).largest) for nodes in ("1x8", "4x2", "2x3", "4x1")}
     assert shares == {"1x8": "1x4", "4x2": "2x2", "2x3": "2x2", "4x1": "4x1"}
