@@ -155,7 +155,7 @@ class PlanLayout:
         return tuple(pair for pair in self.tied_pairs() if stage_of[pair[0]] != stage_of[pair[1]])
 
     def together_option(self, first: str, second: str) -> str | None:
-        """Return the `solve` option that keeps two layers in one stage; None if all layers would be in it."""
+        """Return the `solve` option that keeps two layers in one stage; None if this stage would have all layers."""
         names = [layer.name for layer in self.layers]
         num_layers = names.index(second) - names.index(first) + 1
         return None if num_layers == len(names) else f"`--together {first},{second}`"

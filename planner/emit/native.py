@@ -152,7 +152,7 @@ def emit_from_template(
     planned: RunPrediction | None = None,
     **values: int,
 ) -> NativeFiles:
-    """Return a plan's balance configuration and its training script, made from a template (package, file name).
+    """Return a plan's balance configuration, and a training script made from `template` (package, file name).
 
     Args:
         layout: Plan with the layers of each stage.
