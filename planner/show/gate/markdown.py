@@ -10,7 +10,13 @@ from planner.core.values.printable import printable
 from planner.core.values.sweep import Sweep
 from planner.show.gate.plan_file import PlanFile
 from planner.show.terminal.verdict import verdict_words
-from planner.show.views.comparison import best_cluster_lines, comparison_table, difference_table, sweep_table
+from planner.show.views.comparison import (
+    best_cluster_lines,
+    comparison_notes,
+    comparison_table,
+    difference_table,
+    sweep_table,
+)
 from planner.show.views.plan import plan_stage_table, step_rate_bubble_words
 from planner.show.views.table import Table
 
@@ -37,6 +43,8 @@ def verdict_markdown(verdict: Verdict, plan_file: PlanFile) -> str:
 def comparison_markdown(comparison: Comparison) -> str:
     """Return a table of the plans, and for two plans a table of the differences of their stages."""
     parts = _table(comparison_table(comparison))
+    for note in comparison_notes(comparison):
+        parts += ["", _text(note)]
     if comparison.difference is not None:
         parts += ["", *_difference(comparison.difference)]
     return "\n".join(parts) + "\n"

@@ -9,15 +9,19 @@ from planner.core.values.sweep import Sweep
 from planner.show.terminal.rendering import BLANK, heading, render
 from planner.show.terminal.style import Style
 from planner.show.terminal.tables import fit_columns, terminal_table
-from planner.show.views.comparison import best_cluster_lines, comparison_table, difference_table, sweep_table
+from planner.show.views.comparison import (
+    best_cluster_lines,
+    comparison_notes,
+    comparison_table,
+    difference_table,
+    sweep_table,
+)
 
 
 def plan_comparison_text(comparison: Comparison, style: Style) -> str:
     """Return a table of plans. For two plans, the differences of their stages follow."""
     parts: list[RenderableType] = [terminal_table(fit_columns(comparison_table(comparison), style))]
-    stored = [row.path for row in comparison.plans if not row.recomputed]
-    if stored:
-        note = f"numbers are as stored, because the profile is missing: {', '.join(stored)}"
+    for note in comparison_notes(comparison):
         parts += [BLANK, Text(printable(note))]
     if comparison.difference is not None:
         parts += [BLANK, *difference_parts(comparison.difference, style)]

@@ -37,6 +37,15 @@ def comparison_table(comparison: Comparison) -> Table:
     )
 
 
+def comparison_notes(comparison: Comparison) -> list[str]:
+    """Return notes about plans that were not recomputed, and about plans of different models."""
+    stored = [row.path for row in comparison.plans if not row.recomputed]
+    notes = [f"numbers are as stored, because the profile is missing: {', '.join(stored)}"] if stored else []
+    if len({row.plan.inputs.model_digest for row in comparison.plans}) > 1:
+        notes.append("the plans are not of the same model: its layers, settings or `--dtype` differ")
+    return notes
+
+
 def difference_table(change: Difference) -> Table:
     """Return a table of each stage's memory and time in two plans; the last row is the whole step."""
     rows = [_Change(f"stage {s.index}", s.bytes_before, s.bytes, s.us_before, s.us) for s in change.stages]

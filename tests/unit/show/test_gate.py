@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
@@ -174,6 +175,14 @@ def test_comparisons_and_sweeps_equal_their_golden_texts() -> None:
     found = planner.sweep(gate.profile(), devices=(1, 2, 3, 8), mem="500kB,900kB,2MB", batch=4)
     assert_golden(GOLDEN / "sweep.txt", sweep_text(found, WIDE) + "\n")
     assert_golden(GOLDEN / "sweep.md", sweep_markdown(found))
+
+
+def test_comparisons_report_plans_of_different_models() -> None:
+    other = replace(gate.plan(), inputs=replace(gate.plan().inputs, model_digest="another"))
+    for plan, count in ((gate.plan(), 0), (other, 1)):
+        comparison = planner.compare(gate.plan(), plan)
+        texts = plan_comparison_text(comparison, WIDE), comparison_markdown(comparison)
+        assert [text.count("the plans are not of the same model") for text in texts] == [count, count]
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
