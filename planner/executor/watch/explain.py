@@ -34,10 +34,13 @@ def error_for_exception(error: BaseException, activity: RankActivity) -> Planner
             hint="the other stages have ended, too; to end a run early, leave the loop on every rank",
         )
     first = f"{type(root).__name__}: {root}".strip()
-    return TrainingError(
-        f"{who} failed {activity.where}: {first}\n{_user_frames(root)}".rstrip(),
-        hint="the other stages have ended, too; fix the error, then restart with `--resume auto`",
-    )
+    hint = "the other stages have ended, too; fix the error, then restart with `--resume auto`"
+    if "modified by an inplace operation" in first:
+        hint = (
+            "stages run forwards of several micro-batches before the first backward, so `forward` must not write into "
+            "a buffer or parameter that backward reads: assign a new tensor to the buffer, instead of `copy_`"
+        )
+    return TrainingError(f"{who} failed {activity.where}: {first}\n{_user_frames(root)}".rstrip(), hint=hint)
 
 
 def error_after_exit(other: Mapping[str, Any], activity: RankActivity) -> PlannerError:

@@ -70,6 +70,15 @@ def test_out_of_memory_errors_report_the_predicted_peak() -> None:
     assert "ran out of memory" in explain.error_for_exception(MemoryError("no"), here).message
 
 
+def test_a_buffer_that_a_later_forward_overwrites_is_explained() -> None:
+    weight, buffer = torch.ones((), requires_grad=True), torch.ones(())
+    product = weight * buffer
+    buffer.copy_(torch.zeros(()))
+    with pytest.raises(RuntimeError) as raised:
+        product.backward()
+    assert "assign a new tensor to the buffer" in explain.error_for_exception(raised.value, activity()).hint
+
+
 def test_the_wrapped_cause_is_reported_with_its_lines() -> None:
     with pytest.raises(KeyError) as cause:
         {}["mine"]
