@@ -188,6 +188,12 @@ class StageModule(nn.Module):
         return evaluation_mode(*(_model_of(layer) for layer in self._layers))
 
     def _forward(self, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
+        if self._loss_fn is not None and not self.targets:
+            raise UsageError(
+                "the script calls a stage, as `update_bn` of `torch.optim.swa_utils` does: stages run only in "
+                "`pipeline.step` and `pipeline.evaluate`",
+                hint="run such a function with the unpartitioned model and the weights of `gpipe-plan export`",
+            )
         targets = self.targets[self.micro_batch] if self._loss_fn is not None else None
         # If no output should have a gradient, the forward runs with a graph, in which `_run` finds one that has.
         is_recomputed = self._recomputes(self.micro_batch) and (any(self._carries) or not self._carries)

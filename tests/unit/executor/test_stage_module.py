@@ -11,7 +11,7 @@ import planner
 from planner.core.cost.costs import costs_at
 from planner.core.cost.evaluate import Evaluation
 from planner.core.cost.partition import Partition
-from planner.core.errors import ModelError
+from planner.core.errors import ModelError, UsageError
 from planner.core.values.cluster import Cluster
 from planner.core.values.plan import Recompute
 from planner.device.meter import CpuMemoryMeter
@@ -202,6 +202,12 @@ def test_the_last_stage_returns_the_loss_of_its_micro_batch() -> None:
     for index, loss in enumerate((1.0, 0.0)):
         module.micro_batch = index
         assert float(module(torch.ones(2, 8))) == loss
+
+
+def test_a_script_must_not_call_a_stage() -> None:
+    module = stage([Layer("0", nn.Identity())], torch.zeros(2, 8), micro_batches=1, loss_fn=lambda out, _: out.mean())
+    with pytest.raises(UsageError, match="the script calls a stage, as `update_bn`"):
+        torch.optim.swa_utils.update_bn([torch.zeros(2, 8)], nn.Sequential(nn.BatchNorm1d(8), module))
 
 
 def block() -> nn.Sequential:
