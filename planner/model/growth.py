@@ -50,7 +50,7 @@ def sendable_results(recording: Recording, other: Recording) -> dict[FunctionRes
 def shapes_in_both_recordings(
     recording: Recording, other: Recording, cuts: Sequence[int]
 ) -> tuple[Shapes, list[ModuleCall]]:
-    """Return the shapes of tensors that may cross a cut, and the calls that run other code for another batch size.
+    """Return the shapes of tensors that may cross a cut, and the calls whose code depends on the batch size.
 
     Also replace integers in `recording` that grow with the batch size by `SampleCount` leaves.
 

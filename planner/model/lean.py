@@ -71,7 +71,7 @@ def build_lean(build: Callable[[], nn.Module]) -> nn.Module:
 
 
 def allocate_parameters(
-    modules: Iterable[nn.Module], model: nn.Module, device: torch.device, *, initial: bool = True
+    modules: Iterable[nn.Module], model: nn.Module, device: torch.device, *, random: bool = True
 ) -> None:
     """Replace parameters on the meta device by parameters with memory; tied parameters stay tied.
 
@@ -79,11 +79,11 @@ def allocate_parameters(
         modules: Modules whose parameters get memory.
         model: Model that contains the modules.
         device: Device of the memory.
-        initial: True to set random values; otherwise the memory is not initialized.
+        random: True to set random values, and integers to 0; otherwise the memory is not initialized.
     """
     modules = list(modules)
     wanted = {id(p) for module in modules for p in module.parameters() if p.is_meta}
-    replace_tensors(model, lambda tensor: _filled(tensor, device, initial=initial) if id(tensor) in wanted else tensor)
+    replace_tensors(model, lambda tensor: _filled(tensor, device, random=random) if id(tensor) in wanted else tensor)
     for module in modules:
         if isinstance(module, ModelStage):
             module.register_tensors_in(module)
@@ -132,11 +132,11 @@ def _share_hooks(parameter: nn.Parameter, empty: nn.Parameter) -> None:
         setattr(empty, name, getattr(parameter, name))
 
 
-def _filled(parameter: Tensor, device: torch.device, *, initial: bool) -> nn.Parameter:
+def _filled(parameter: Tensor, device: torch.device, *, random: bool) -> nn.Parameter:
     tensor = torch.empty_strided(parameter.size(), parameter.stride(), dtype=parameter.dtype, device=device)
-    if initial and (tensor.is_floating_point() or tensor.is_complex()):
+    if random and (tensor.is_floating_point() or tensor.is_complex()):
         tensor.normal_(0.0, _SPREAD)
-    elif initial:
+    elif random:
         tensor.zero_()
     filled = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
     copy_attributes(parameter, filled)

@@ -98,9 +98,10 @@ def check_optimizer(build: OptimizerBuilder, parameters: Iterable[Tensor], devic
 def optimizer_step_check(
     optimizer: torch.optim.Optimizer, build: OptimizerBuilder, parameters: Iterable[Tensor]
 ) -> Callable[[], None] | None:
-    """Return a function that continues `check_optimizer` before each step of a run; None for an optimizer of torch.
+    """Return a function that tests the optimizer like `check_optimizer`; None for an optimizer of torch.
 
-    The function raises a `ModelError` if an update depends on other parameters or on random numbers.
+    Call the function before each step of a run. It raises a `ModelError` if an update depends on other parameters or on
+    random numbers.
 
     Args:
         optimizer: Optimizer of the run.

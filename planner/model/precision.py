@@ -17,10 +17,10 @@ _CONVERTED: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch
 
 
 def in_precision(loaded: LoadedModel, precision: Precision) -> LoadedModel:
-    """Return `loaded` with inputs and a loss function for `precision`.
+    """Return `loaded` with batches and a loss function for `precision`, without converting the model.
 
     If the precision converts parameters, floating-point inputs are converted, too. The loss is always computed in
-    float32. The model itself is converted later, after it is built (`convert_in_place`).
+    float32. The model itself is converted after it is built (`convert_in_place`).
     """
     if not precision:
         return loaded

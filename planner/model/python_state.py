@@ -104,7 +104,7 @@ def numbers_in_fields(owner: str, fields: Mapping[str, Any]) -> dict[str, float]
 
 
 def numbers_in_values(values: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers in some values, and numbers that describe the tensors in them.
+    """Return the numbers in `values`, and numbers that describe the tensors in `values`.
 
     A plain tensor of at most 1 MiB is described by the sum of the absolute values of its elements. A container, such as
     a list, is also described by the number of tensors in it.
@@ -150,8 +150,10 @@ def numbers_in_user_files(
 
 
 def without_leftover_tensors(numbers: Mapping[str, float], kept: Container[str]) -> dict[str, float]:
-    """Return `numbers` without the entries that describe tensors (`….tensor`, `….tensors`), except those in `kept`."""
-    # A tensor that did not exist before the first forward may be a result that a forward left behind.
+    """Return `numbers` without those that describe tensors (`….tensor`, `….tensors`), unless `kept` has their names.
+
+    A tensor that did not exist before the first forward may be a result that a forward left behind.
+    """
     return {name: number for name, number in numbers.items() if not name.endswith((TENSOR, TENSORS)) or name in kept}
 
 

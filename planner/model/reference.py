@@ -97,7 +97,7 @@ class ReferenceOptions:
 
 
 def train_reference(
-    loaded: LoadedModel, options: ReferenceOptions, folder: Path | None, shake: "Shake | None" = None
+    loaded: LoadedModel, options: ReferenceOptions, folder: Path | None, perturb: "Perturbation | None" = None
 ) -> list[float]:
     """Train the model in a plain loop, write its states to `folder`, and return the loss of every step.
 
@@ -111,7 +111,7 @@ def train_reference(
         loaded: The model.
         options: Options of the loop.
         folder: Folder for the files; None to write none.
-        shake: Function that changes the parameters slightly before the last step, to measure how rounding errors grow.
+        perturb: Function that changes parameters slightly before the last step, to measure how rounding errors grow.
 
     Raises:
         ModelError: The loss is not finite before the late steps, or does not depend on trained parameters.
@@ -135,8 +135,8 @@ def train_reference(
     scale = _LOSS_SCALE if loaded.precision == "fp16-mixed" else 1.0
     with _seeded_layers(model, options) as begin_micro_batch:
         for step in _steps(options):
-            if shake is not None and step == options.steps - 1:
-                shake(model)
+            if perturb is not None and step == options.steps - 1:
+                perturb(model)
             try:
                 loss, backward = _loss(model, loaded, options, step, scale=scale, begin=begin_micro_batch)
             except Exception as error:
@@ -156,7 +156,7 @@ def train_reference(
     return losses
 
 
-Shake = Callable[[nn.Module], None]
+Perturbation = Callable[[nn.Module], None]
 
 
 class _NotFiniteError(ModelError):

@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 @contextmanager
 def whole_mini_batch_statistics(model: nn.Module) -> Iterator[None]:
-    """Update running statistics of batch normalization once for a mini-batch.
+    """Update running statistics of batch normalization once, for all forwards of the `with` block together.
 
     At the end of the `with` block, each layer's statistics are updated with the mean and the unbiased variance of its
     inputs in the block, in all micro-batches.

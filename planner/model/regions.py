@@ -62,16 +62,16 @@ class RegionFinder:
         self._regions = regions
         self._levels: list[list[tuple[FrameType, int]]] = [[]]  # for each running call: the regions in its own code
 
-    def regions_around(self, frame: FrameType | None, time: int) -> tuple[int, ...]:
+    def regions_around(self, frame: FrameType | None, position: int) -> tuple[int, ...]:
         """Return the indices of the regions in which the code of a stack frame runs, the outermost first.
 
         The method also updates the list of regions. It appends returned regions that are not in the list yet. It
-        sets the end of every returned region to `time`, the current position in the recording.
+        sets the end of every returned region to `position`, the current position in the recording.
         """
-        self._levels[-1] = self._regions_in_frames(frame, time)
+        self._levels[-1] = self._regions_in_frames(frame, position)
         around = tuple(number for level in self._levels for _, number in level)
         for number in around:
-            self._regions[number].end = time
+            self._regions[number].end = position
         return around
 
     def begin_call(self) -> None:
@@ -82,17 +82,17 @@ class RegionFinder:
         """Record that the innermost running call ends."""
         self._levels.pop()
 
-    def _regions_in_frames(self, frame: FrameType | None, time: int) -> list[tuple[FrameType, int]]:
+    def _regions_in_frames(self, frame: FrameType | None, position: int) -> list[tuple[FrameType, int]]:
         known = self._levels[-1]
         now: list[tuple[FrameType, int]] = []
         while frame is not None and frame.f_code is not self._run:
             if frame.f_code is _CHECKPOINT or _function_of(frame.f_code):
                 now.append((frame, next((number for one, number in known if one is frame), -1)))
             frame = frame.f_back
-        return [(one, self._new(one, time) if number < 0 else number) for one, number in reversed(now)]
+        return [(one, self._new(one, position) if number < 0 else number) for one, number in reversed(now)]
 
-    def _new(self, frame: FrameType, time: int) -> int:
-        self._regions.append(Region(begin=time, end=time, function=_function_of(frame.f_code)))
+    def _new(self, frame: FrameType, position: int) -> int:
+        self._regions.append(Region(begin=position, end=position, function=_function_of(frame.f_code)))
         return len(self._regions) - 1
 
 

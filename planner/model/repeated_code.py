@@ -14,7 +14,7 @@ from planner.model.recording import ModuleCall, Recording
 
 
 class RepeatedCode:
-    """Rules that determine which code runs before a cut and again after the cut."""
+    """Analysis of a recording that finds the code that runs before a cut and again after the cut."""
 
     def __init__(self, recording: Recording) -> None:
         self._recording = recording

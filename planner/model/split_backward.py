@@ -116,7 +116,7 @@ class SplitBackward:
             self._casts = None
 
     def splitting(self, *modules: nn.Module) -> AbstractContextManager[Any]:
-        """Return the context manager for a forward of `modules` whose backward is split.
+        """Return the context manager in which to run a forward of `modules` if its backward will be split.
 
         If the modules have backward hooks, pass I computes all gradients.
         """

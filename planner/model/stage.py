@@ -91,7 +91,7 @@ class ModelStage(nn.Module):
 
     @property
     def constant_paths(self) -> list[str]:
-        """Paths of the modules that every stage may run, because at least one of their calls is constant.
+        """Paths of the modules with at least one constant call. Every stage may run these calls.
 
         A constant call depends on no parameter, floating-point input or random number.
         """

@@ -89,11 +89,11 @@ class StandInFactory:
                 return ghost_like(tensor, self._device, name)
             return zeros_without_memory(tensor.shape, tensor.dtype, self._device)
 
-    def output(self, number: int, name: str, leaf: Any) -> Any:
-        """Return a replacement for an output that the loss does not read: one leaf of the model's nested output.
+    def output(self, index: int, name: str, leaf: Any) -> Any:
+        """Return a replacement for a leaf of the model's nested output that the loss does not read.
 
         Args:
-            number: Index of the leaf.
+            index: Index of the leaf.
             name: Name of the leaf, for the error that reading the stand-in raises.
             leaf: Leaf that the stage's forward returned: a tensor of the right shape, another value, or `ABSENT`.
 
@@ -110,10 +110,10 @@ class StandInFactory:
         outline = self._part.outline
         recording = outline.recording
         model = recording.calls[0]
-        recorded = model.leaves[number] if model.nest == recording.output_nest else None
+        recorded = model.leaves[index] if model.nest == recording.output_nest else None
         if isinstance(recorded, ConstantValue):
             return recorded.value
-        is_unread = recording.outputs[number] in recording.unread
+        is_unread = recording.outputs[index] in recording.unread
         if isinstance(recorded, TensorLeaf) and is_unread and recorded.number in outline.shapes:
             shape = outline.shape_of(recorded.number, self._size)
             return _unread_output(name, shape, recorded.meta.dtype, self._device)

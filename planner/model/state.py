@@ -40,7 +40,7 @@ class StatefulModule:
 
     path: str
     module: nn.Module
-    elsewhere: frozenset[str] = frozenset()
+    in_other_layers: frozenset[str] = frozenset()
     """Names of the module's tensors that belong to other layers."""
     tensors: tuple[str, ...] = ()
     """Names of plain attributes whose value is a tensor, or None (a forward may assign a tensor later)."""
@@ -48,27 +48,27 @@ class StatefulModule:
     """Names of plain attributes whose value is a number; also `training`."""
 
     @classmethod
-    def of(cls, path: str, module: nn.Module, elsewhere: frozenset[str] = frozenset()) -> "StatefulModule":
-        """Return `module` with the names of its state.
+    def of(cls, path: str, module: nn.Module, in_other_layers: frozenset[str] = frozenset()) -> "StatefulModule":
+        """Return a `StatefulModule` with the names of the tensors and numbers in plain attributes of `module`.
 
         Args:
             path: Path of the module.
             module: The module.
-            elsewhere: Names of the module's tensors that belong to other layers.
+            in_other_layers: Names of the module's tensors that belong to other layers.
         """
         plain = [(name, value) for name, value in vars(module).items() if name not in OF_EVERY_MODULE]
         tensors = tuple(name for name, value in plain if value is None or isinstance(value, Tensor))
         numbers = ("training", *(name for name, value in plain if type(value) in NUMBERS))
-        return cls(path, module, elsewhere, tensors, numbers)
+        return cls(path, module, in_other_layers, tensors, numbers)
 
     def locations(self) -> Iterator[StateLocation]:
         """Yield the locations of buffers, frozen parameters, and tensors in plain attributes."""
         for name in self.module._buffers:
-            if name not in self.elsewhere:
+            if name not in self.in_other_layers:
                 yield StateLocation(self.path, self.module._buffers, name)
         for name, parameter in self.module._parameters.items():
             # Only the optimizer changes trained parameters.
-            if name not in self.elsewhere and parameter is not None and not parameter.requires_grad:
+            if name not in self.in_other_layers and parameter is not None and not parameter.requires_grad:
                 yield StateLocation(self.path, self.module._parameters, name)
         for name in self.tensors:
             yield StateLocation(self.path, vars(self.module), name)
@@ -80,8 +80,8 @@ def stateful_modules(layers: Iterable[tuple[str, nn.Module]]) -> list[StatefulMo
     for name, layer in layers:
         for owner in _owners(name, layer):
             first = by_module.get(owner.module, owner)
-            # A tensor that belongs to one of the layers is not `elsewhere` for the others.
-            by_module[owner.module] = replace(first, elsewhere=first.elsewhere & owner.elsewhere)
+            # A tensor that belongs to one of the layers is not `in_other_layers` for the others.
+            by_module[owner.module] = replace(first, in_other_layers=first.in_other_layers & owner.in_other_layers)
     return list(by_module.values())
 
 

@@ -104,7 +104,7 @@ class Embedding:
     scale_grad_by_freq: bool
 
     def forward(self, operands: Operands) -> Tensor:
-        """Return the rows of the weight that the indices x select."""
+        """Return the rows of the weight that the indices `operands.x` select."""
         return torch.embedding(operands.weight, operands.x, self.padding_idx, self.scale_grad_by_freq)
 
     def input_gradient(self, gradient: Tensor, operands: Operands) -> Tensor:

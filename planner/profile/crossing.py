@@ -74,16 +74,17 @@ def tensors_fit_in_cache(values: Iterable[Any]) -> bool:
 
 
 def make_layer_inputs(
-    received: MeasurementInput, before: Sequence[Any] = (), own_storages: frozenset[int] = frozenset()
+    received: MeasurementInput, previous_outputs: Sequence[Any] = (), own_storages: frozenset[int] = frozenset()
 ) -> LayerInputs:
     """Return copies of a layer's traced inputs, if possible in the memory of the previous layer's outputs.
 
     Args:
         received: Traced input of the layer.
-        before: Outputs of the previous layer.
+        previous_outputs: Outputs of the previous layer.
         own_storages: Storages of the previous layer's parameters and buffers, which must not be overwritten.
     """
-    outputs = before if len(before) == len(received.values) else [None] * len(received.values)
+    count = len(received.values)
+    outputs = previous_outputs if len(previous_outputs) == count else [None] * count
     values = [_copy_input(value, output, own_storages) for value, output in zip(received.values, outputs, strict=True)]
     carrying = [n for n, value in enumerate(values) if _carries(value) and _is_plain(value)]
     entrance = LayerInputs(values, carrying, [])

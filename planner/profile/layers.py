@@ -17,7 +17,7 @@ from planner.profile.units import LayerKey
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredCosts:
-    """Measurements of layers, most of them by digest, because layers with equal operators share them."""
+    """Measurements of layers. Most are stored by layer digest, because equal layers share measurements."""
 
     records: LayerRecords
     casts_bytes: Mapping[str, int]

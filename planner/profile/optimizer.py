@@ -39,11 +39,11 @@ def measure_optimizer(
     module: nn.Module,
     whole: WholeModelOptimizer,
     *,
-    stands_for: nn.Module | None = None,
+    layer_of_model: nn.Module | None = None,
     meter: MemoryMeter,
     clock: Clock,
     repeats: int,
-    between_bytes: int = 0,
+    bytes_between_updates: int = 0,
     idle: Collection[str] = (),
 ) -> OptimizerCost:
     """Return memory and time of an optimizer's update, measured on copies of a layer's trained parameters.
@@ -51,13 +51,13 @@ def measure_optimizer(
     Args:
         module: The layer.
         whole: Optimizer of the whole model.
-        stands_for: Layer of the model for which `module` is measured. It has equal operators. Its optimizer options and
-            the order of its parameters are used. None: `module` itself.
+        layer_of_model: Layer for which `module` is measured; None for `module` itself. It has equal operators. Its
+            optimizer options and the order of its parameters are used.
         meter: Meter of the device.
         clock: Clock of the device.
         repeats: Number of timed updates.
-        between_bytes: Bytes that training accesses between two updates of this layer. They evict the layer's parameters
-            and optimizer state from the cache.
+        bytes_between_updates: Bytes that training accesses between two updates of this layer. They evict the layer's
+            parameters and optimizer state from the cache.
         idle: Names of parameters without gradients.
     """
     trained = trained_parameters(module)
@@ -70,11 +70,11 @@ def measure_optimizer(
     for copy in (copy for p, copy in zip(trained, copies, strict=True) if id(p) not in without):
         # Gradients are not zeros, with which AdamW on a CPU takes twice as long and which training does not have.
         copy.grad = 1e-3 * torch.randn_like(copy)
-    own = dict(zip(module.parameters(), (stands_for or module).parameters(), strict=True))
+    own = dict(zip(module.parameters(), (layer_of_model or module).parameters(), strict=True))
     optimizer = whole.build_for((own[p], copy) for p, copy in zip(trained, copies, strict=True))
     if all(copy.grad is None for copy in copies):
         return OptimizerCost(state_bytes=_states(optimizer, copies, trained))
-    evicting = torch.empty(min(between_bytes, CACHE_BYTES) // 4, device=copies[0].device)
+    evicting = torch.empty(min(bytes_between_updates, CACHE_BYTES) // 4, device=copies[0].device)
 
     def timed_us() -> float:
         evicting.fill_(1.0)
@@ -122,7 +122,7 @@ def first_of_same_cost(units: Sequence[LayerToMeasure], whole: WholeModelOptimiz
 def optimizer_boundary_peaks(
     layers: Sequence[Sequence[Tensor]], whole: WholeModelOptimizer, *, device: torch.device, meter: MemoryMeter
 ) -> list[int]:
-    """Return the peak temporary memory of the optimizer at each boundary between two layers, in bytes.
+    """Return, for each layer boundary, the peak temporary memory of updating a parameter before it and one after it.
 
     This memory is allocated while the optimizer updates a parameter of one layer directly after a parameter of the
     other layer. The optimizer may release a temporary tensor of the first parameter only during the second update.
@@ -134,8 +134,8 @@ def optimizer_boundary_peaks(
         meter: Meter of the device.
 
     Returns:
-        For each layer, the largest peak of two such updates at its boundary with the previous layer; 0 if there are no
-        such updates, as for the first layer.
+        For each layer, the largest peak of two such updates at its boundary with the previous layer, in bytes; 0 if
+        there are no such updates, as for the first layer.
     """
     groups, peaks = whole.groups(), dict[tuple[object, ...], int]()
     places = {id(p): (g, n) for g, group in enumerate(groups) for n, p in enumerate(group.parameters)}

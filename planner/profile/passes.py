@@ -29,7 +29,7 @@ NoteEntry = Callable[[LayerToMeasure, MeasurementInput, float], None]
 
 @dataclass(frozen=True, kw_only=True)
 class UnsplitBackwardTimer:
-    """Timer of a layer's forward and whole backward, which adds to gradients of earlier micro-batches."""
+    """Timer of a layer's forward and unsplit backward. The backward adds to gradients of earlier micro-batches."""
 
     clock: Clock
     statistics: BatchStatistics
@@ -38,7 +38,7 @@ class UnsplitBackwardTimer:
     def forward_us(
         self, unit: LayerToMeasure, values: Sequence[Any], received: MeasurementInput, outputs: list[Any]
     ) -> float:
-        """Return the time of a forward in microseconds.
+        """Run a forward, append its outputs to `outputs`, and return its time in microseconds.
 
         Args:
             unit: The layer.

@@ -189,7 +189,7 @@ def _build_whole(loaded: LoadedModel, seed: int) -> nn.Module:
     seed_process(seed)
     model = loaded.build()
     if loaded.is_without_values:
-        allocate_parameters([model], model, torch.device("cpu"), initial=False)
+        allocate_parameters([model], model, torch.device("cpu"), random=False)
     return model
 
 

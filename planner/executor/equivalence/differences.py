@@ -163,7 +163,7 @@ def compare_gradients(
 def rounding_perturbation(precision: Precision, seed: int) -> Callable[[nn.Module], None]:
     """Return a function that changes all parameter elements by a rounding error, randomly up or down."""
 
-    def shake(model: nn.Module) -> None:
+    def perturb(model: nn.Module) -> None:
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for parameter in model.parameters():
@@ -171,7 +171,7 @@ def rounding_perturbation(precision: Precision, seed: int) -> Callable[[nn.Modul
                     signs = torch.randint(2, parameter.shape, generator=generator, dtype=torch.int8)
                     parameter.mul_(1 + _NOISE[precision] * (2 * signs - 1))
 
-    return shake
+    return perturb
 
 
 def largest_difference(value: Tensor, expected: Tensor) -> float:

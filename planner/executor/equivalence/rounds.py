@@ -28,7 +28,7 @@ from planner.executor.equivalence.differences import (
 from planner.executor.equivalence.isolation import ChildError, ChildProcess, run_in_child
 from planner.executor.equivalence.stages import PipelineTrial, run_rank
 from planner.executor.equivalence.subject import CheckedModel, CheckRequest
-from planner.model.reference import ReferenceOptions, Shake, train_reference
+from planner.model.reference import Perturbation, ReferenceOptions, train_reference
 from planner.model.reference_state import ReferenceState
 
 _MOST_STAGES = 8
@@ -294,10 +294,10 @@ class EquivalenceRound:
         folder = self._train_another_reference(options, rounding_perturbation(self.subject.loaded.precision, seed))
         return ReferenceState.load(folder / f"gradients-{steps - 1}")
 
-    def _train_another_reference(self, options: ReferenceOptions, shake: Shake | None) -> Path:
+    def _train_another_reference(self, options: ReferenceOptions, perturb: Perturbation | None) -> Path:
         folder = Path(tempfile.mkdtemp(dir=self.folder.parent))
         request = self.request
-        run_in_child(lambda: train_reference(request.loaded, options, folder, shake), limit_s=request.time_limit_s)
+        run_in_child(lambda: train_reference(request.loaded, options, folder, perturb), limit_s=request.time_limit_s)
         return folder
 
 

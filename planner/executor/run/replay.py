@@ -132,9 +132,9 @@ class LayerState:
     def __init__(self, layers: Iterable[tuple[str, nn.Module]], *, only: Collection[str] | None = None) -> None:
         self._owners = [owner for owner in stateful_modules(layers) if only is None or owner.path in only]
         self._modules = [owner.module for owner in self._owners]
-        self._usual = [each.module for each in self._owners if not (each.elsewhere or each.tensors)]
+        self._usual = [each.module for each in self._owners if not (each.in_other_layers or each.tensors)]
         """Modules without tensors in plain attributes and without tensors of other layers; nearly all modules."""
-        self._unusual = [each for each in self._owners if each.elsewhere or each.tensors]
+        self._unusual = [each for each in self._owners if each.in_other_layers or each.tensors]
         self._numbers = [(vars(owner.module), name) for owner in self._owners for name in owner.numbers]
         self._hooks = [getattr(module, name) for module in self._modules for name in HOOKS]
         self._submodules = [module._modules for module in self._modules]

@@ -88,7 +88,7 @@ class EstimatedBackend:
         )
 
     def clock(self, *, experts: bool = False) -> "RooflineClock":
-        """Return a clock for the GPU. With `experts`, its FLOP/s are those that models with experts reached."""
+        """Return a clock for the GPU. If `experts`, its FLOP/s are from training runs, preferably with experts."""
         sustained = sustained_rate(self._absent.name, experts=experts)
         rate = None if experts else matmul_flops_per_s(self._absent.name)
         if rate is None and sustained is not None:
@@ -235,7 +235,7 @@ class RooflineClock:
         return self._total_us
 
     def restart(self) -> float:
-        """Set the time to zero."""
+        """Set the time to zero, and return 0."""
         self._total_us = 0.0
         return 0.0
 

@@ -120,7 +120,7 @@ def _optimizer_costs(
     task: ProfilingTask, records: LayerRecords, idle: Mapping[str, Collection[str]], *, meter: MemoryMeter, clock: Clock
 ) -> list[OptimizerCost]:
     # A training step accesses parameters and gradients of all layers between two updates of one layer.
-    between_bytes = 2 * sum(p.nbytes for layer in task.chain.layers for p in layer.module.parameters())
+    bytes_between_updates = 2 * sum(p.nbytes for layer in task.chain.layers for p in layer.module.parameters())
     units, whole = records.units, task.whole_optimizer()
     first = first_of_same_cost(units, whole)
     distinct = list(dict.fromkeys(first))
@@ -129,11 +129,11 @@ def _optimizer_costs(
         n: measure_optimizer(
             records.distinct[digest].module,
             whole,
-            stands_for=units[n].module,
+            layer_of_model=units[n].module,
             meter=meter,
             clock=clock,
             repeats=task.options.repeats,
-            between_bytes=between_bytes,
+            bytes_between_updates=bytes_between_updates,
             idle=idle[digest],
         )
         for n, (digest, _) in zip(distinct, task.steps.each(keys, records.names), strict=True)

@@ -54,17 +54,17 @@ class ConfigReader:
             self._missing.append(f"`{names[0]}`")
         return 1 if default is None else default
 
-    def check_multiple(self, name: str, value: int, of: str, divisor: int) -> None:
+    def check_multiple(self, name: str, value: int, divisor_name: str, divisor: int) -> None:
         """Record an error for `raise_if_invalid` if `value` is no multiple of `divisor`.
 
         Args:
             name: Key of the value.
             value: Number that must be a multiple.
-            of: Key of the divisor.
+            divisor_name: Key of the divisor.
             divisor: Number that must divide the value.
         """
         if value % divisor:
-            self._wrong.append(f"`{name}` is {value}, expected a multiple of `{of}`, which is {divisor}")
+            self._wrong.append(f"`{name}` is {value}, expected a multiple of `{divisor_name}`, which is {divisor}")
 
     def flag(self, name: str, *, default: bool = False) -> bool:
         """Return the boolean of a key; False for null."""
