@@ -151,8 +151,8 @@ class MiniBatches:
                 f"got a mini-batch of {size} samples, the plan is for {planned}",
                 hint="plan for this batch, or pass it in pieces to `accumulate`",
             )
-        rounds_of = schedule_of(balance.schedule).micro_batch_multiple(self._job.place.num_devices)
-        yield from mini_batch_parts(batch, size, self._job.micro_batch_size, rounds_of=rounds_of)
+        per_round = schedule_of(balance.schedule).micro_batch_multiple(self._job.place.num_devices)
+        yield from mini_batch_parts(batch, size, self._job.micro_batch_size, micro_batches_per_round=per_round)
 
     def parts_of_any_size(self, batch: Batch) -> list[MiniBatchPart]:
         """Return the parts of a batch for evaluation. The batch may be larger than the planned mini-batch."""

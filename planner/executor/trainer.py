@@ -101,7 +101,7 @@ class Trainer:
             self._hook.call(self._step_record(loss))
 
     def record_optimizer(self, optimizer: torch.optim.Optimizer, check: Callable[[], None] | None) -> None:
-        """Include an optimizer in step records until it is deleted, and hide the process group in its `step()`.
+        """Record steps and learning rates of an optimizer until it is deleted. Its `step()` sees no process group.
 
         Args:
             optimizer: Optimizer of this rank.

@@ -30,21 +30,21 @@ MAX_BYTES = 2**28
 _T_co = TypeVar("_T_co", covariant=True)
 
 
-def read(path: str, wanted: str | None = None, text: str | None = None) -> "Value":
+def read(path: str, required_kind: str | None = None, text: str | None = None) -> "Value":
     """Return the content of a file as the dataclass that its key `schema` names.
 
     Args:
         path: Path of the file; `-` is standard input.
-        wanted: Kind that the file must have, such as `plan`; None for any kind.
+        required_kind: Kind that the file must have, such as `plan`; None for any kind.
         text: Content of the file if the caller has already read it; `path` is then used only in messages.
 
     Raises:
         FileError: The file is missing, unreadable, invalid or of another kind.
     """
-    made_by = _made_by(path, wanted)
+    made_by = _made_by(path, required_kind)
     try:
         document = Document.parse(path, read_text(path, made_by) if text is None else text)
-        kind = _kind_of(document, wanted)
+        kind = _kind_of(document, required_kind)
     except FileError as error:
         error.hint = error.hint or f"make it with `{made_by}`, or name another file"
         raise
@@ -71,8 +71,8 @@ class _FileReader(Protocol[_T_co]):
     def __call__(self, path: str, text: str | None = None) -> _T_co: ...
 
 
-def _read_as(wanted: str, path: str, text: str | None = None) -> Any:
-    return read(path, wanted, text)
+def _read_as(required_kind: str, path: str, text: str | None = None) -> Any:
+    return read(path, required_kind, text)
 
 
 read_profile: "_FileReader[Profile]" = partial(_read_as, "profile")
@@ -125,9 +125,9 @@ def can_be_read_again(path: str) -> bool:
         return True
 
 
-def _made_by(path: str, wanted: str | None) -> str:
+def _made_by(path: str, required_kind: str | None) -> str:
     # The name of a missing file suggests its kind: `plan.yaml` is a plan; a name without a kind counts as a profile.
-    return KINDS[wanted or (Path(path).stem if Path(path).stem in KINDS else "profile")].made_by
+    return KINDS[required_kind or (Path(path).stem if Path(path).stem in KINDS else "profile")].made_by
 
 
 def read_text(path: str, made_by: str) -> str:
@@ -168,25 +168,25 @@ def _bounded(file: TextIO, path: str) -> str:
     return "".join(pieces)
 
 
-def _kind_of(document: Document, wanted: str | None) -> str:
+def _kind_of(document: Document, required_kind: str | None) -> str:
     if not isinstance(document.content, dict) or "schema" not in document.content:
-        message = f"has no key `schema` (expected {_expected(wanted, quote='`')}): not a file of gpipe-plan"
+        message = f"has no key `schema` (expected {_expected(required_kind, quote='`')}): not a file of gpipe-plan"
         raise FileError(message, path=document.path, line=1)
     schema = document.content["schema"]
     if not isinstance(schema, str):
         schema = json.dumps(schema)
     kind = kind_in_schema_key(schema) or schema
     if kind not in KINDS or schema != KINDS[kind].schema:
-        meant = wanted or (kind if kind in KINDS else None)
+        meant = required_kind or (kind if kind in KINDS else None)
         raise FileError(
             f"`schema`: expected {_expected(meant)}, got {json.dumps(schema)}",
             path=document.path,
             line=document.line_of(("schema",)),
             hint=f"write the file again with this version: `{KINDS[meant or 'profile'].made_by}`",
         )
-    if wanted not in (None, kind):
+    if required_kind not in (None, kind):
         called = {"links": "list of links", "partial": "partial profile"}
-        message = f"is a {called.get(kind, kind)}, a {called.get(wanted, wanted)} is needed"
+        message = f"is a {called.get(kind, kind)}, a {called.get(required_kind, required_kind)} is needed"
         raise FileError(message, path=document.path, line=document.line_of(("schema",)))
     return kind
 

@@ -44,6 +44,11 @@ class Document:
 
     @classmethod
     def parse(cls, path: str, text: str) -> "Document":
+        """Parse the text of the file `path`.
+
+        Raises:
+            FileError: The text is empty or invalid.
+        """
         if not text.strip():
             raise FileError("is empty", path=path)
         document = cls(path, text)

@@ -13,19 +13,19 @@ from planner.files.strict_yaml import Document, KeyPath, Problem, dotted
 _T = TypeVar("_T")
 
 
-def validate_content(kind: type[_T], plain: str, document: Document) -> _T:
-    """Return the content of a file as the dataclass `kind`, after a check of all keys and types.
+def validate_content(kind: type[_T], text: str, document: Document) -> _T:
+    """Return a file's content, the JSON in `text`, as the dataclass `kind`, after a check of all keys and types.
 
     Args:
         kind: The dataclass.
-        plain: Content of the file as JSON text.
+        text: Content of the file as JSON text.
         document: The parsed file, for line numbers.
 
     Raises:
         FileError: Keys are unknown or missing, or have values of other types.
     """
     try:
-        return cast("_T", SchemaValidator(core_schema_of(kind)).validate_json(plain, strict=True))
+        return cast("_T", SchemaValidator(core_schema_of(kind)).validate_json(text, strict=True))
     except ValidationError as error:
         problems = [_explain(e, document, kind) for e in error.errors(include_url=False)]
         # Unknown keys with a suggested spelling come first, because they also explain a missing key.

@@ -28,20 +28,20 @@ def autocast_dtype(precision: Precision) -> torch.dtype | None:
     return _AUTOCAST.get(precision)
 
 
-def forward_context(precision: Precision, device: torch.device, *, keep: bool = True) -> AbstractContextManager[Any]:
-    """Return the context manager in which layers and loss run, with autocast if `precision` uses it.
+def forward_context(precision: Precision, device: torch.device, *, cached: bool = True) -> AbstractContextManager[Any]:
+    """Return the context manager for layers and loss: autocast if `precision` uses it, with a weight cache if `cached`.
 
     Args:
         precision: Precision of the model.
         device: Device of the layers.
-        keep: True to let autocast cache its copies of weights; otherwise each use of a weight makes a new copy.
+        cached: True to let autocast cache its copies of weights; otherwise each use of a weight makes a new copy.
     """
     dtype = _AUTOCAST.get(precision)
     if dtype is None:
         return nullcontext()
-    autocast = torch.autocast(device.type, dtype=dtype, cache_enabled=keep)
+    autocast = torch.autocast(device.type, dtype=dtype, cache_enabled=cached)
     # An evaluation records no graph, so it may use cached copies that have none.
-    needs_care = keep and torch.is_grad_enabled() and not _copies_have_graphs()
+    needs_care = cached and torch.is_grad_enabled() and not _copies_have_graphs()
     return _with_care(autocast) if needs_care else autocast
 
 

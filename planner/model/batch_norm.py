@@ -82,10 +82,10 @@ class BatchStatistics:
         if any(call.new for call in self._calls.values()):
             self._add()
 
-    def scratch_of(self, module: _BatchNorm, values: int) -> tuple[Tensor, Tensor]:
+    def scratch_of(self, module: _BatchNorm, num_values: int) -> tuple[Tensor, Tensor]:
         """Return two scratch tensors of shape (channels,) for the mean and variance of the next input of `module`.
 
-        `values` is the number of values per channel in this input.
+        `num_values` is the number of values per channel in this input.
         """
         # A layer that is called again in the same forward has a scratch pair for each call.
         number = 0
@@ -94,7 +94,7 @@ class BatchStatistics:
         call = self._calls.get((module, number))
         if call is None:
             call = self._calls[module, number] = _NormCall.of(module)
-        call.new = values
+        call.new = num_values
         return call.mean, call.variance
 
     def update_running_statistics(self, group: dist.ProcessGroup | None = None) -> None:

@@ -28,24 +28,24 @@ def attribute_key(change: AttributeChange) -> AttributeKey:
     return change.path, change.keys
 
 
-def written_states(recording: Recording, names: Mapping[int, str], assigned: Mapping[int, str]) -> list[CarriedState]:
+def written_states(recording: Recording, names: Mapping[int, str], replaced: Mapping[int, str]) -> list[CarriedState]:
     """Return the tensors that a forward writes in place, and the buffers that it replaces.
 
     Args:
         recording: One forward.
         names: Names of the tensors that exist before and after the forward. Keys are storage numbers in `recording`.
-        assigned: Paths of the modules whose buffers the forward replaced. Keys are the storage numbers of these buffers
+        replaced: Paths of the modules whose buffers the forward replaced. Keys are the storage numbers of these buffers
             before the replacement.
     """
     flow = recording.flow.nodes
     times: dict[int, list[int]] = {}
-    changed = set(assigned)
+    changed = set(replaced)
     for operator, reads in zip(recording.operators, recording.reads, strict=True):
         written = {flow[version]["storage"] for version in operator.writes}
         changed |= written
         for storage in written.union(flow[version]["storage"] for version in reads):
             times.setdefault(storage, []).append(operator.time)
-    for storage, path in assigned.items():
+    for storage, path in replaced.items():
         # The exact time of the replacement is unknown; the end of the module's last call is an upper bound.
         ends = [call.exit for call in recording.calls if call.path == path]
         times.setdefault(storage, []).append(max(ends, default=END))
@@ -55,7 +55,7 @@ def written_states(recording: Recording, names: Mapping[int, str], assigned: Map
             storage=storage,
             first=min(times[storage]),
             last=max(times[storage]),
-            is_replaced=storage in assigned,
+            is_replaced=storage in replaced,
         )
         for storage in sorted(changed & names.keys() & times.keys())
     ]
@@ -99,10 +99,11 @@ def attribute_states(first: Recording, second: SecondForward) -> list[CarriedSta
 
 
 def reused_tables(first: Recording, second: SecondForward) -> dict[AttributeKey, int]:
-    """Return the attributes in which modules cache tables and numbers, such as a mask and its length.
+    """Return the attributes that cache tables and numbers, and where in the recording `first` each is last set.
 
-    The first forward sets a cached attribute, and the second does not set it again. A table is a tensor that depends on
-    no parameter, floating-point input or random number. Modules that cache only tables or only numbers are left out.
+    A mask and its length are an example. The first forward sets a cached attribute, and the second does not set it
+    again. A table is a tensor that depends on no parameter, floating-point input or random number. Modules that cache
+    only tables or only numbers are left out.
 
     Returns:
         For each attribute, the position in `first` where the last call that sets the attribute ends.

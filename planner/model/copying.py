@@ -13,21 +13,21 @@ from planner.model.python_state import SEEDED_PER_LAYER
 _Module = TypeVar("_Module")
 
 
-def copy_module(module: _Module, instead: Mapping[int, Any] = MappingProxyType({})) -> _Module:
+def copy_module(module: _Module, replacements: Mapping[int, Any] = MappingProxyType({})) -> _Module:
     """Return a deep copy of a module or list of modules. Objects that cannot be copied are shared with the original.
 
-    `instead` maps the `id()` of an object to the object that replaces it in the copy. The default random generators of
-    Python, NumPy and torch are shared, too, because seeds are set in the originals only. An attribute may refer to such
-    a generator, as in `self.choose = random.choice`.
+    `replacements` maps the `id()` of an object to the object that replaces it in the copy. The default random
+    generators of Python, NumPy and torch are shared, too, because seeds are set in the originals only. An attribute may
+    refer to such a generator, as in `self.choose = random.choice`.
     """
-    instead = {**{id(generator): generator for generator in SEEDED_PER_LAYER}, **instead}
+    replacements = {**{id(generator): generator for generator in SEEDED_PER_LAYER}, **replacements}
     parts: Any = module if isinstance(module, nn.Module) else nn.ModuleList(module)  # type: ignore[arg-type]
     with _without_own_copies(parts.modules()):
         try:
-            return _deepcopy(module, dict(instead))
+            return _deepcopy(module, dict(replacements))
         except Exception:  # of an object without a copy, such as a lock, or of any method of the user's class
-            shared = {id(value): value for value in _uncopyable(module, instead, set())}
-            return _deepcopy(module, {**shared, **instead})
+            shared = {id(value): value for value in _uncopyable(module, replacements, set())}
+            return _deepcopy(module, {**shared, **replacements})
 
 
 def _deepcopy(module: _Module, memo: dict[int, Any]) -> _Module:
@@ -106,7 +106,7 @@ def _all_parts(whole: Any, without: Collection[int] = ()) -> Iterator[Any]:
 @contextmanager
 def _without_own_copies(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Let `copy.deepcopy` ignore `__deepcopy__` methods of the user's module classes in the `with` block."""
-    # Such a method may build a new module, and ignore the argument `instead` of `copy_module`.
+    # Such a method may build a new module, and ignore the argument `replacements` of `copy_module`.
     classes = {each for module in modules for each in type(module).__mro__ if "__deepcopy__" in vars(each)}
     own = {each: vars(each)["__deepcopy__"] for each in classes if each.__module__.partition(".")[0] != "torch"}
     for each in own:
@@ -118,15 +118,15 @@ def _without_own_copies(modules: Iterable[nn.Module]) -> Iterator[None]:
             setattr(each, "__deepcopy__", method)  # noqa: B010
 
 
-def _uncopyable(value: Any, instead: Mapping[int, Any], visited: set[int]) -> Iterator[Any]:
+def _uncopyable(value: Any, replacements: Mapping[int, Any], visited: set[int]) -> Iterator[Any]:
     """Yield the smallest parts of `value` that cannot be copied."""
-    if id(value) in visited or id(value) in instead:
+    if id(value) in visited or id(value) in replacements:
         return
     visited.add(id(value))
     try:
-        copy.deepcopy(value, dict(instead))
+        copy.deepcopy(value, dict(replacements))
     except Exception:
-        parts = [each for part in _parts(value) for each in _uncopyable(part, instead, visited)]
+        parts = [each for part in _parts(value) for each in _uncopyable(part, replacements, visited)]
         yield from parts or [value]
 
 

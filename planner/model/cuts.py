@@ -88,13 +88,13 @@ class PossibleCuts:
         self.num_tried = 0
         """Number of calls after which `choose` tried a cut. They are calls of blocks or of modules outside blocks."""
 
-    def crossing(self, cut: int, *, used_before: int = END + 1, with_unread: bool = False) -> CutCrossing:
-        """Return the tensors that cross `cut`, because later code uses them.
+    def crossing(self, cut: int, *, used_before: int = END + 1, with_unread_outputs: bool = False) -> CutCrossing:
+        """Return the tensors that cross `cut`, because code between `cut` and `used_before` uses them.
 
         Args:
             cut: Position of the cut in the recording.
             used_before: Uses at this position or later are ignored.
-            with_unread: True to include outputs of the model that the loss does not read.
+            with_unread_outputs: True to include outputs of the model that the loss does not read.
         """
         # Uses are in order, so the first one after the cut decides whether the version is used before `used_before`.
         live = [
@@ -102,7 +102,7 @@ class PossibleCuts:
             for version, created, last, uses in self._lives
             if created < cut <= last and uses[bisect_left(uses, cut)] < used_before
         ]
-        if with_unread:
+        if with_unread_outputs:
             live += [
                 version for version in self.recording.unread if self.recording.flow.nodes[version]["created"] < cut
             ]
@@ -118,11 +118,11 @@ class PossibleCuts:
             tuple(sorted(needs.values)), frozenset(needs.model_tensors), problem, has_effect=needs.have_effect
         )
 
-    def num_bytes(self, cut: int, *, with_unread: bool = False) -> int:
+    def num_bytes(self, cut: int, *, with_unread_outputs: bool = False) -> int:
         """Return the bytes of the tensors that cross a cut, for the recorded batch."""
-        key = cut, with_unread and bool(self.recording.unread)
+        key = cut, with_unread_outputs and bool(self.recording.unread)
         if key not in self._num_bytes:
-            crossing = self.crossing(cut, with_unread=with_unread)
+            crossing = self.crossing(cut, with_unread_outputs=with_unread_outputs)
             self._num_bytes[key] = sum(self.recording.values[n][1].nbytes for n in crossing.values)
         return self._num_bytes[key]
 
@@ -138,7 +138,7 @@ class PossibleCuts:
         return result if is_sent else None
 
     def count_operands_and_results(self, cut: int) -> tuple[int, int]:
-        """Count operands and results of the code that runs before a cut and again after the cut.
+        """Count the operands and results of code that runs on both sides of a cut.
 
         Returns:
             The number of operands, then the number of results. Operands are the tensors that cross the cut only for
@@ -285,7 +285,7 @@ class PossibleCuts:
             around = (call for call in calls if call.enter < cut <= call.exit)
             # With outputs that the loss does not read, the limit is the same for every loss.
             limits = (
-                _NEAR * max(self.num_bytes(edge, with_unread=True) for edge in (call.enter, call.exit + 1))
+                _NEAR * max(self.num_bytes(edge, with_unread_outputs=True) for edge in (call.enter, call.exit + 1))
                 for call in around
             )
             if self.num_bytes(cut) <= min(limits, default=float("inf")):

@@ -99,7 +99,7 @@ class LoadedModel:
         """
         # Autocast's cache is off: a cached copy of a weight that two modules share would cross the cuts between them.
         # Seeds make the chain the same in every process, also if values decide shapes and so the cuts.
-        with seeded_draws(0), forward_context(self.precision, torch.device("cpu"), keep=False), hide_process_group():
+        with seeded_draws(0), forward_context(self.precision, torch.device("cpu"), cached=False), hide_process_group():
             chain = chain_of(
                 model,
                 lambda size: self.example_batch(size).inputs,

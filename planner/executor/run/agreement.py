@@ -155,14 +155,16 @@ class PhaseAgreement:
         if place.position > 0:
             previous = place.rank_of(place.position - 1)  # stage k < K is on device k, in a loop and in a V
             wait_for_all(_start_transfer(dist.irecv, self._received, previous, group))
-            *numbers, count, rates, gradients, added, weights = self._received.tolist()
+            *numbers, count, options, gradients, added, weights = self._received.tolist()
             received = _BegunPhase.read(numbers)
             if received._replace(checksums=begun.checksums) != _BegunPhase.read(begun.numbers):
                 raise self._disagreement(begun, received, previous, has_more=place.position > 1)
             if received.checksums.differ_from(begun.checksums):
                 raise self._other_batch_error(begun.step, "a rank before it")
             begun = begun._replace(checksums=begun.checksums.completed_by(received.checksums))
-            self._script.compare(ScriptChanges(int(count), int(rates), gradients, added, weights), place.rank, previous)
+            self._script.compare(
+                ScriptChanges(int(count), int(options), gradients, added, weights), place.rank, previous
+            )
         if place.position + 1 < place.num_devices:
             self.wait_until_sent()  # the previous message, which the next rank has received by now
             self._own.copy_(torch.tensor([*begun.numbers, *self._script.changes], dtype=torch.float64))

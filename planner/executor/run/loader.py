@@ -246,7 +246,7 @@ def check_loader_state(state: Mapping[str, Any] | None) -> Mapping[str, Any] | N
 
 
 def restore_generators(loader: Iterable[Any], states: Mapping[str, Any]) -> None:
-    """Restore the states of the loader's generators from the entry `now` or `begun` of a loader's state."""
+    """Restore a loader's generators from the entry `begun` (start of the epoch) or `now` of a saved position."""
     for name, generator in _generators(loader).items():
         if name in states["generators"]:
             generator.set_state(states["generators"][name])

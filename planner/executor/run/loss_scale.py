@@ -31,9 +31,10 @@ class LossScale:
             torch._foreach_mul_(gradients, self.value)
 
     def unscale_and_update(self) -> bool:
-        """Divide the gradients by the scale, and adapt the scale. Every rank must call this method.
+        """Divide the gradients by the scale, adapt the scale, and return True if all gradients are finite.
 
-        If a gradient of any stage is not finite, all stages drop all gradients, so that the optimizer does nothing.
+        Every rank must call this method. If a gradient of any stage is not finite, all stages drop all gradients, so
+        that the optimizer does nothing.
 
         Returns:
             True if all gradients are finite; False if they were dropped.

@@ -50,7 +50,7 @@ def loss_counts(loss_count: Callable[[Any], Any], targets: Sequence[Any], source
 def loss_weights_of_parts(
     parts: Sequence[MiniBatchPart], counts: Sequence[float], total: float
 ) -> list[tuple[MiniBatchPart, int, list[float]]]:
-    """Return, for each part of a mini-batch, the loss weights of its micro-batches.
+    """Return each part of a mini-batch, the index of its first micro-batch, and its micro-batches' loss weights.
 
     Args:
         parts: Parts of a mini-batch.

@@ -47,20 +47,20 @@ class ModuleSettings:
         pairs = zip(now, self._before, strict=True)
         return {key: value for after, before in pairs for key, value in after.items() if before.get(key) != value}
 
-    def check_equal(self, changed_of_ranks: Sequence[Settings]) -> None:
-        """Check that changes of module settings on other ranks also occurred on this rank.
+    def check_equal(self, changed_per_rank: Sequence[Settings]) -> None:
+        """Check that the modules of this rank have the settings that layers of other ranks changed in their copies.
 
         A layer of another rank may change a setting of its own copy of a module. If the module runs on this rank, the
         setting must have the same value here.
 
         Args:
-            changed_of_ranks: Result of `changed_elsewhere` on every rank.
+            changed_per_rank: Result of `changed_elsewhere` on every rank.
 
         Raises:
             TrainingError: A module that runs on this rank has another value of a changed setting.
         """
         ours = [(path, self._settings(path, module)) for path, module in self._running]
-        for changed in changed_of_ranks:
+        for changed in changed_per_rank:
             for (path, name), value in changed.items():
                 if any(own == path and settings.get((path, name)) != value for own, settings in ours):
                     raise TrainingError(

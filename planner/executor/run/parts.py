@@ -69,18 +69,20 @@ def count_samples(batch: Batch) -> int | None:
     return sizes[0] if sizes else None
 
 
-def mini_batch_parts(batch: Batch, size: int, micro_batch_size: int, *, rounds_of: int = 1) -> Iterator[MiniBatchPart]:
+def mini_batch_parts(
+    batch: Batch, size: int, micro_batch_size: int, *, micro_batches_per_round: int = 1
+) -> Iterator[MiniBatchPart]:
     """Yield the parts of a mini-batch. The schedule runs once for each part, with micro-batches of one size.
 
     Args:
         batch: Mini-batch. On this rank, inputs or targets or both may be missing.
         size: Number of samples in the mini-batch.
         micro_batch_size: Planned number of samples in a micro-batch.
-        rounds_of: Number of micro-batches in a round of interleaved 1F1B; 1 for other schedules.
+        micro_batches_per_round: Number of micro-batches in a round of interleaved 1F1B; 1 for other schedules.
     """
     whole, rest = divmod(size, micro_batch_size)
     # Interleaved 1F1B needs rounds of equal size. If they are impossible, the last micro-batches form a separate part.
-    odd = whole % rounds_of if whole % max(1, whole // rounds_of) else 0
+    odd = whole % micro_batches_per_round if whole % max(1, whole // micro_batches_per_round) else 0
     begin = 0
     for count, each in ((whole - odd, micro_batch_size), (odd, micro_batch_size), (min(rest, 1), rest)):
         if count:

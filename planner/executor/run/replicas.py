@@ -67,7 +67,7 @@ class ReplicaGradients:
 
     @contextmanager
     def send_during_last_backward(
-        self, stage: int, expected: Mapping[nn.Parameter, int] | None = None
+        self, stage: int, expected_additions: Mapping[nn.Parameter, int] | None = None
     ) -> Iterator[None]:
         """Send gradients while the `with` block runs the last backward (B or W) of a stage.
 
@@ -75,16 +75,16 @@ class ReplicaGradients:
 
         Args:
             stage: Index of the stage among the stages of this process.
-            expected: For each parameter, how many times this backward adds to the gradient. The gradients of parameters
-                that are not in the mapping are already complete. None if the numbers are unknown.
+            expected_additions: For each parameter, how many times this backward adds to the gradient. The gradients of
+                parameters that are not in the mapping are already complete. None if the numbers are unknown.
         """
         if not self.is_last_part:
             yield
             return
-        self._open, self._expected = self._stages[stage], expected
+        self._open, self._expected = self._stages[stage], expected_additions
         for parameter in (p for bucket in self._open for p in bucket.parameters):
             self._additions[parameter] = 0
-        if expected is not None:
+        if expected_additions is not None:
             self._start_complete()
         yield
         self._open = []

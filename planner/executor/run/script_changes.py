@@ -41,7 +41,7 @@ class ScriptChanges(NamedTuple):
 
     optimizer_steps: int = 0
     """Number of calls of `step()` of all optimizers."""
-    rates: int = 0
+    options: int = 0
     """Checksum of the learning rates and other options in the calls of `step()`."""
     gradient_factor: float = 0.0
     """Number c if the script computed `gradient *= c` for all parameters in the last step; else 0."""
@@ -86,13 +86,13 @@ class ScriptChangeRecorder:
         self.ignore_random_draws()
         self._at_begin = self._at_mark
 
-    def begin_optimizer_step(self, rates: Sequence[float]) -> None:
-        """Record a step of an optimizer. Its learning rates and other options, `rates`, must be equal on all ranks."""
+    def begin_optimizer_step(self, options: Sequence[float]) -> None:
+        """Record a step of an optimizer. Its `options`, such as learning rates, must be equal on all ranks."""
         self.check_random_draws()
         if self._at_optimizer_step is None:
             self._at_optimizer_step = _Elements.of(self._compared)
-        count, checksum = self.changes.optimizer_steps + 1, zlib.crc32(repr(rates).encode(), self.changes.rates)
-        self.changes = self.changes._replace(optimizer_steps=count, rates=checksum)
+        count, checksum = self.changes.optimizer_steps + 1, zlib.crc32(repr(options).encode(), self.changes.options)
+        self.changes = self.changes._replace(optimizer_steps=count, options=checksum)
 
     def end_optimizer_step(self) -> None:
         """Store weights and gradients after the step of an optimizer."""
@@ -167,7 +167,7 @@ class ScriptChangeRecorder:
                 f"{other.optimizer_steps} times: the script skips steps depending on one rank's parameters",
                 hint=_HINT,
             )
-        if own.rates != other.rates:
+        if own.options != other.options:
             raise TrainingError(
                 f"learning rates or other options of the optimizer differ between ranks {previous} and {rank} in "
                 "`optimizer.step()`: the script seems to compute them from the parameters of one rank only",

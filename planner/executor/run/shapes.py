@@ -55,13 +55,13 @@ class Boundary:
         rest = iter(tensors)
         return tree_unflatten([next(rest) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves], self.spec)
 
-    def check_matches(self, leaves: Sequence[Any], spec: TreeSpec, received: Sequence[Tensor]) -> None:
-        """Check that a value to send has the structure and shapes of this boundary.
+    def check_matches(self, leaves: Sequence[Any], spec: TreeSpec, stage_inputs: Sequence[Tensor]) -> None:
+        """Check that a value to send has this boundary's structure and shapes; `stage_inputs` is only for messages.
 
         Args:
             leaves: Leaves of the flattened value.
             spec: Structure of the value.
-            received: Tensors that the stage received. The error describes them.
+            stage_inputs: Tensors that the stage received. The error describes them.
 
         Raises:
             ModelError: The value differs, so the next stage would misread it.
@@ -81,7 +81,7 @@ class Boundary:
             )
         if other is not None or spec != self.spec:
             raise ModelError(
-                f"a stage that received {describe_leaves(received)} should send {describe_leaves(self.leaves)}, "
+                f"a stage that received {describe_leaves(stage_inputs)} should send {describe_leaves(self.leaves)}, "
                 f"but has {describe_leaves(leaves)}: the next stage expects the shapes of `example_batch`",
                 hint="give inputs of the same shape in every step (pad or cut them), or plan for the new shapes: let "
                 "`example_batch` return them, and profile again",

@@ -166,10 +166,10 @@ class StageModule(nn.Module):
         return finished
 
     def reachable_modules(self) -> Iterator[tuple[str, nn.Module, bool]]:
-        """Yield the path, the module and a flag for each module that a layer of this stage can reach.
+        """Yield each module that a layer of this stage can reach: path, module, and True if the layer may run it.
 
-        The flag is True if the layer may run the module. If the model is not a plain `nn.Sequential`, a layer can also
-        reach modules that only other stages run. A module that several layers can reach is yielded for each of them.
+        If the model is not a plain `nn.Sequential`, a layer can also reach modules that only other stages run. A module
+        that several layers can reach is yielded for each of them.
         """
         for name, layer in zip(self._names, self._layers, strict=True):
             if isinstance(layer, ModelStage):

@@ -57,24 +57,28 @@ def error_after_exit(other: Mapping[str, Any], activity: RankActivity) -> Planne
     )
 
 
-def error_of_hang(of_ranks: Mapping[int, Mapping[str, Any]], timeout_s: float) -> PlannerError:
+def error_of_hang(activities: Mapping[int, Mapping[str, Any]], timeout_s: float) -> PlannerError:
     """Return the error that reports a job that hangs for `timeout_s` seconds, from the activities of all ranks.
 
     The error names at most three ranks that do not wait (the cause), and at most three that wait.
     """
     hint = "raise `--timeout` if this activity needs more time; else inspect the process (py-spy dump)"
-    by_time = sorted(of_ranks, key=lambda rank: -of_ranks[rank]["idle_s"])
-    culprits = [rank for rank in by_time if of_ranks[rank]["waits_for"] is None]
-    waiting = [rank for rank in by_time if of_ranks[rank]["waits_for"] is not None]
+    by_time = sorted(activities, key=lambda rank: -activities[rank]["idle_s"])
+    culprits = [rank for rank in by_time if activities[rank]["waits_for"] is None]
+    waiting = [rank for rank in by_time if activities[rank]["waits_for"] is not None]
     waits = join_with_count(
-        [f"{name_of_rank(rank, of_ranks)} waits {of_ranks[rank]['where']}" for rank in sorted(waiting[:MOST_NAMED])],
+        [
+            f"{name_of_rank(rank, activities)} waits {activities[rank]['where']}"
+            for rank in sorted(waiting[:MOST_NAMED])
+        ],
         len(waiting),
     )
     if not culprits:
         return TrainingError(f"the stages wait for each other for {timeout_s:g} s: {waits}", hint=hint)
     who = join_with_count(
         [
-            f"{name_of_rank(rank, of_ranks)} has been {of_ranks[rank]['where']} for {of_ranks[rank]['idle_s']:.0f} s"
+            f"{name_of_rank(rank, activities)} has been {activities[rank]['where']} "
+            f"for {activities[rank]['idle_s']:.0f} s"
             for rank in sorted(culprits[:MOST_NAMED])
         ],
         len(culprits),
@@ -97,9 +101,9 @@ def join_with_count(shown: Sequence[str], count: int, separator: str = "; ") -> 
     return separator.join([*shown, *more])
 
 
-def name_of_rank(rank: int, of_ranks: Mapping[int, Mapping[str, Any]]) -> str:
-    """Return the name of a rank for messages, from the rank's activity if that is known."""
-    return str(of_ranks.get(rank, {}).get("name") or f"rank {rank}")
+def name_of_rank(rank: int, activities: Mapping[int, Mapping[str, Any]]) -> str:
+    """Return the name of a rank for messages; `rank N` if `activities` has no name for the rank."""
+    return str(activities.get(rank, {}).get("name") or f"rank {rank}")
 
 
 def is_failed_transfer(error: BaseException) -> bool:
