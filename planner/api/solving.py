@@ -248,7 +248,7 @@ def with_schedule_alternatives(profile: Profile, plan: Plan, options: SolveOptio
     if plan.schedules:
         return plan
     fixed = None if options.micro_batches == "auto" else plan.micro_batches
-    return replace(plan, schedules=figures_by_schedule(profile, plan, micro_batches=fixed, is_short=True))
+    return replace(plan, schedules=figures_by_schedule(profile, plan, micro_batches=fixed, is_short_search=True))
 
 
 def _files_of(options: SolveOptions) -> tuple[str | None, ...]:

@@ -198,7 +198,7 @@ def search_cases(
     *,
     upper_us: float,
     starts: Mapping[CaseKey, Answer] = MappingProxyType({}),
-    ranks: Mapping[tuple[int, int, int], float] | None = None,
+    estimates_us: Mapping[tuple[int, int, int], float] | None = None,
     budget: Mapping[ScheduleName, int] = MappingProxyType({}),
 ) -> SearchedCases:
     """Search several combinations of schedule, replicas and micro-batches.
@@ -209,22 +209,25 @@ def search_cases(
         deadline: Limits on time and on simulated actions.
         upper_us: Step time to beat, in microseconds.
         starts: Answers from which some of the searches start.
-        ranks: Estimated step time for each tuple of tensor-parallel width, replicas and number of micro-batches. The
-            fastest estimates are searched first. Estimates that exceed the best step time found are not searched. None:
-            lower bounds decide the order.
+        estimates_us: Estimated step time for each tuple of tensor-parallel width, replicas and number of
+            micro-batches. The fastest estimates are searched first. Estimates that exceed the best step time found are
+            not searched. None: lower bounds decide the order.
         budget: Number of actions to simulate per schedule; if empty, the request decides.
 
     Returns:
         The best answer, and lower bounds for all combinations.
     """
     is_open = request.inputs.schedule == "auto"
-    results = _Pass(cases, budget or _action_limits(request), upper_us, is_ranked=ranks is not None)
+    results = _Pass(cases, budget or _action_limits(request), upper_us, is_ranked=estimates_us is not None)
     # The most promising case comes first, because most other cases have a lower bound above the step time of its plan.
     # If the schedule is `auto`, GPipe comes before all others, because its best plan is found and proven quickly.
     ordered = sorted(cases, key=_sort_key_by_estimate if is_open else _sort_key_by_bound)
-    if ranks:
+    if estimates_us:
         ordered.sort(
-            key=lambda case: (_sort_key_by_estimate(case)[0], ranks.get(width_replicas_and_micro_batches(case), inf))
+            key=lambda case: (
+                _sort_key_by_estimate(case)[0],
+                estimates_us.get(width_replicas_and_micro_batches(case), inf),
+            )
         )
     for n, case in enumerate(ordered):
         upper_us = results.upper_us
@@ -234,9 +237,9 @@ def search_cases(
         start = starts.get(CaseKey.of(case))
         is_hopeless = not case.schedule.has_closed_form and case.ideal_us >= upper_us and start is None
         is_slower = (
-            ranks is not None
+            estimates_us is not None
             and results.best is not None
-            and ranks.get(width_replicas_and_micro_batches(case), inf) >= results.best.step_us
+            and estimates_us.get(width_replicas_and_micro_batches(case), inf) >= results.best.step_us
         )
         if (is_open and results.left and is_hopeless) or is_slower or results.is_left_out(case):
             results.bound(case, least_us)  # The case is skipped, but its lower bound still counts.
@@ -285,8 +288,10 @@ def lower_bound_of_case_us(case: Case, upper_us: float) -> float:
     return max(case.bound_us, least_us_in_any_order(case))
 
 
-def named_lower_bound_us(cases: Sequence[Case], searched: SearchedCases, request: Request, deadline: Deadline) -> float:
-    """Return a lower bound of the step time of all plans with a named schedule, that is, any schedule except `search`.
+def lower_bound_of_named_schedules_us(
+    cases: Sequence[Case], searched: SearchedCases, request: Request, deadline: Deadline
+) -> float:
+    """Return a lower bound of the step time of plans with a named schedule (any except `search`), in microseconds.
 
     Return 0 if the best plan is proven optimal, if the request fixes the schedule or the cuts, or if
     `request.searches_longer` is False.
@@ -333,8 +338,8 @@ def improve_fastest_answers(searched: SearchedCases, request: Request, deadline:
         if answer.step_us > best.step_us * NEARBY:
             break
         is_short = request.inputs.schedule == "auto" and (request.actions or 0) < MOST_ACTIONS_OF_AUTO
-        descents = 0 if is_short or answer.step_us > best.step_us * _LEVEL else most
-        better = answers[CaseKey.of(answer.case)] = improve_answer(answer, deadline=deadline, descents=descents)
+        num_searches = 0 if is_short or answer.step_us > best.step_us * _LEVEL else most
+        better = answers[CaseKey.of(answer.case)] = improve_answer(answer, deadline=deadline, num_searches=num_searches)
         best = better if better.step_us < best.step_us else best
     return searched._replace(best=best, answers=answers)
 
@@ -350,7 +355,7 @@ def fastest_schedules_us(answers: Iterable[Answer], most: int) -> dict[ScheduleN
 
 
 def key_without_schedule(case: Case) -> tuple[object, ...]:
-    """Return a key of a case that contains the schedule's placement of stages, but not the schedule.
+    """Return a key of a case. The key contains the schedule's placement of stages, but not the schedule.
 
     Two cases with different schedules have the same key if they place the stages alike and agree in the other fields of
     `CaseKey`.

@@ -29,7 +29,7 @@ from planner.solve.methods import (
     improve_fastest_answers,
     key_without_schedule,
     lower_bound_of_case_us,
-    named_lower_bound_us,
+    lower_bound_of_named_schedules_us,
     search_cases,
 )
 from planner.solve.request import Request
@@ -124,7 +124,7 @@ def solve(
         raise error if is_proven else NoPlanFoundError(f"{error.message}, among the searched plans", hint=error.hint)
     # Skipped cases are not faster than the best plan. A simpler plan may be slower than the best plan.
     bound_us = min(bound_us, best.step_us)
-    named_us = named_lower_bound_us(cases, searched, request, deadline)
+    named_us = lower_bound_of_named_schedules_us(cases, searched, request, deadline)
     answer = searched.simplest_answer(best, request.inputs.simplest)
     answer = _tie_broken(answer, deadline) if breaks_ties else answer
     return _plan(answer, bound_us, request, named_bound_us=named_us)
@@ -273,19 +273,19 @@ def _over_widths(cases: Sequence[Case], request: Request, deadline: Deadline, *,
     if request.actions is None if is_open else not any(gains_from_longer_search(case.schedule) for case in cases):
         return search_cases(cases, request, deadline, upper_us=upper_us)
     quick = quick_answers(cases, deadline, upper_us=upper_us)
-    ranks = {width_replicas_and_micro_batches(answer.case): step_us_without_bubble(answer) for answer in quick}
+    estimates_us = {width_replicas_and_micro_batches(answer.case): step_us_without_bubble(answer) for answer in quick}
     if not is_open:
-        return _search_ranked(cases, request, deadline, upper_us=upper_us, ranks=ranks)
+        return _search_ranked(cases, request, deadline, upper_us=upper_us, estimates_us=estimates_us)
     allowed = {case.schedule.name for case in cases}
     quick = [answer for answer in quick if answer.case.schedule.name in allowed]
     fastest = min(quick, key=lambda answer: answer.step_us, default=None)
     upper_us = upper_us if fastest is None else min(upper_us, fastest.step_us)
     cheaper = replace(request, actions=(request.actions or 0) // _FIRST_BUDGET)
-    first = search_cases(cases, cheaper, deadline.share(0.5), upper_us=upper_us, ranks=ranks)
+    first = search_cases(cases, cheaper, deadline.share(0.5), upper_us=upper_us, estimates_us=estimates_us)
     quickly = {CaseKey.of(answer.case): answer for answer in quick}
     first = first._replace(best=first.best or fastest, answers=fastest_answers(quickly, first.answers))
     is_improvable = first.best is not None and request.searches_longer
-    return _improved_schedules(cases, first, request, deadline, ranks=ranks) if is_improvable else first
+    return _improved_schedules(cases, first, request, deadline, estimates_us=estimates_us) if is_improvable else first
 
 
 def _search_ranked(
@@ -294,14 +294,14 @@ def _search_ranked(
     deadline: Deadline,
     *,
     upper_us: float,
-    ranks: Mapping[tuple[int, int, int], float],
+    estimates_us: Mapping[tuple[int, int, int], float],
 ) -> SearchedCases:
     name = cases[0].schedule.name
     if name == SEARCHED.name:
-        return _search_orders_ranked(cases, request, deadline, upper_us=upper_us, ranks=ranks)
+        return _search_orders_ranked(cases, request, deadline, upper_us=upper_us, estimates_us=estimates_us)
     named = replace(request, inputs=replace(request.inputs, schedule=name))
     budget = {name: _MOST_ACTIONS_OF_RANKED}
-    first = search_cases(cases, named, deadline.share(0.5), upper_us=upper_us, ranks=ranks, budget=budget)
+    first = search_cases(cases, named, deadline.share(0.5), upper_us=upper_us, estimates_us=estimates_us, budget=budget)
     return improve_fastest_answers(first, request, deadline) if request.searches_longer else first
 
 
@@ -311,10 +311,11 @@ def _search_orders_ranked(
     deadline: Deadline,
     *,
     upper_us: float,
-    ranks: Mapping[tuple[int, int, int], float],
+    estimates_us: Mapping[tuple[int, int, int], float],
 ) -> SearchedCases:
     shapes = sorted(
-        {width_replicas_and_micro_batches(case) for case in cases}, key=lambda shape: (ranks.get(shape, inf), shape)
+        {width_replicas_and_micro_batches(case) for case in cases},
+        key=lambda shape: (estimates_us.get(shape, inf), shape),
     )
     near = [case for case in cases if width_replicas_and_micro_batches(case) in shapes[:_MOST_RANKED]]
     far = [case for case in cases if case not in near]
@@ -347,14 +348,14 @@ def _improved_schedules(
     request: Request,
     deadline: Deadline,
     *,
-    ranks: Mapping[tuple[int, int, int], float],
+    estimates_us: Mapping[tuple[int, int, int], float],
 ) -> SearchedCases:
     # Each schedule gets a short search with the width, replicas and micro-batches of the best plan. The fastest
     # schedules are then searched as if they were requested.
     best, answers, actions = first.best, first.answers, request.actions or 0
     assert best is not None
     shape = width_replicas_and_micro_batches(best.case)
-    own_first = {**ranks, shape: 0.0}
+    own_first = {**estimates_us, shape: 0.0}
     alike = [
         case for case in cases if width_replicas_and_micro_batches(case) == shape and has_linear_program(case.schedule)
     ]
@@ -362,12 +363,14 @@ def _improved_schedules(
         own = [case for case in alike if case.schedule.name == name]
         named = replace(request, inputs=replace(request.inputs, schedule=name), searches_longer=False)
         budget = {name: actions // _SHORT_BUDGET}
-        again = search_cases(own, named, deadline, upper_us=best.step_us * NEARBY, ranks=own_first, budget=budget)
+        again = search_cases(
+            own, named, deadline, upper_us=best.step_us * NEARBY, estimates_us=own_first, budget=budget
+        )
         answers = fastest_answers(answers, again.answers)
         best = again.best if again.best is not None and again.best.step_us < best.step_us else best
     for name in fastest_schedules_us(answers.values(), _NEAREST_SCHEDULES):
         own = [case for case in cases if case.schedule.name == name]
-        again = _search_ranked(own, request, deadline, upper_us=best.step_us * NEARBY, ranks=own_first)
+        again = _search_ranked(own, request, deadline, upper_us=best.step_us * NEARBY, estimates_us=own_first)
         best = again.best if again.best is not None and again.best.step_us < best.step_us else best
         answers = fastest_answers(answers, again.answers)
     shape, found_us = width_replicas_and_micro_batches(best.case), fastest_us_across_schedules(answers.values())

@@ -55,21 +55,21 @@ class SimulationBudget:
         """Number of actions that may still be simulated; 0 or less if none."""
         return self._most_actions - self.spent
 
-    def try_reserve(self, actions: int, tables: int) -> bool:
-        """Reserve budget for computing tables and return True, or return False if too little budget would remain.
+    def try_reserve(self, later_actions: int, table_actions: int) -> bool:
+        """Reserve budget for tables and return True; return False if less than `later_actions` would remain.
 
         If no limit was given, the result is True and nothing is reserved.
 
         Args:
-            actions: Number of actions to simulate later, for which budget must remain. They are not reserved.
-            tables: Number of actions that could be simulated in the time that the tables take. If the result is True,
-                this number is counted as spent.
+            later_actions: Number of actions to simulate later, for which budget must remain. They are not reserved.
+            table_actions: Number of actions that could be simulated in the time that the tables take. If the result is
+                True, this number is counted as spent.
         """
         if not self.is_bounded:
             return True
-        if tables + actions > self.left:
+        if table_actions + later_actions > self.left:
             return False
-        self.spent += tables
+        self.spent += table_actions
         return True
 
     def count(self, evaluator: Evaluator, num_partitions: int) -> None:
@@ -107,7 +107,7 @@ class SearchState:
         self.bound_us = min(self.bound_us, bound_us)
 
     def simulate(
-        self, evaluator: Evaluator, cuts: IntArray, choices: IntArray, layers_us: FloatArray | None = None
+        self, evaluator: Evaluator, cuts: IntArray, choices: IntArray, recomputed_layers_us: FloatArray | None = None
     ) -> FloatArray:
         """Return simulated step times of partitions in microseconds.
 
@@ -115,11 +115,11 @@ class SearchState:
             evaluator: Evaluator for the partitions' number of devices.
             cuts: Cuts of each partition, shape (partitions, stages + 1).
             choices: Recompute choice of each stage, shape (partitions, stages).
-            layers_us: Forward time of the layers that each stage recomputes, see `Evaluator.step_us`.
+            recomputed_layers_us: Forward time of the layers that each stage recomputes, see `Evaluator.step_us`.
         """
         self.budget.count(evaluator, len(cuts))
-        if layers_us is not None or len(cuts) > _MOST_KNOWN:
-            return evaluator.step_us(cuts, choices, layers_us)
+        if recomputed_layers_us is not None or len(cuts) > _MOST_KNOWN:
+            return evaluator.step_us(cuts, choices, recomputed_layers_us)
         # Local searches often simulate a few partitions again.
         known_us = evaluator.case.known_us
         keys = [row.tobytes() for row in np.concatenate([cuts, choices], axis=1)]

@@ -98,7 +98,15 @@ class CompiledBackend:
         return self._described
 
     def check(self, loaded: LoadedModel, *, lean: bool) -> None:  # noqa: ARG002
-        """Raise `UsageError` if the model is trained under autocast, which TPUs do not support; ignore `lean`."""
+        """Raise `UsageError` if the model is trained under autocast, which TPUs do not support.
+
+        Args:
+            loaded: The model.
+            lean: True if the model's parameters have no values; not used.
+
+        Raises:
+            UsageError: The model is trained under autocast.
+        """
         if loaded.precision not in _PRECISIONS:
             raise UsageError(
                 f"`--dtype {loaded.precision}`: autocast is a feature of torch, which programs for TPUs lack",
@@ -146,8 +154,8 @@ class CompiledBackend:
                     profile,
                     task.buffer_bytes[profile.name],
                     [layers[profile.digest, size] for size in records.sizes],
-                    kept_outputs=[of_size[n] for of_size in kept],
-                    received=[of_size[n] for of_size in received],
+                    stored_outputs=[of_size[n] for of_size in kept],
+                    received_sizes=[of_size[n] for of_size in received],
                     is_first=n == 0,
                     num_targets=num_targets if n == len(profiles) - 1 else 0,
                 )
@@ -172,18 +180,18 @@ def _with_compiled_memory(
     buffer_bytes: int,
     compiled: Sequence[CompiledLayer],
     *,
-    kept_outputs: Sequence[Mapping[int, bool]],
-    received: Sequence[Sequence[tuple[int, int]]],
+    stored_outputs: Sequence[Mapping[int, bool]],
+    received_sizes: Sequence[Sequence[tuple[int, int]]],
     is_first: bool,
     num_targets: int,
 ) -> LayerProfile:
     """Return `profile` with the memory that the compiler reported, in the field `program`.
 
-    `compiled`, `kept_outputs` and `received` have one item per micro-batch size. `CompiledLayer.memory_in_program`
-    describes `kept_outputs` and `received`. The last `num_targets` inputs of the layer are targets of the loss.
+    `compiled`, `stored_outputs` and `received_sizes` have one item per micro-batch size. The last two are described in
+    `CompiledLayer.memory_in_program`. The last `num_targets` inputs of the layer are targets of the loss.
     """
     programs = [
-        _program(layer, kept_outputs[place], received[place], is_first=is_first, num_targets=num_targets)
+        _program(layer, stored_outputs[place], received_sizes[place], is_first=is_first, num_targets=num_targets)
         for place, layer in enumerate(compiled)
     ]
     return replace(
@@ -235,14 +243,14 @@ def _received_sizes(compiled: Sequence[CompiledLayer]) -> list[list[tuple[int, i
 
 def _program(
     layer: CompiledLayer,
-    kept_outputs: Mapping[int, bool],
-    received: Sequence[tuple[int, int]],
+    stored_outputs: Mapping[int, bool],
+    received_sizes: Sequence[tuple[int, int]],
     *,
     is_first: bool,
     num_targets: int,
 ) -> ProgramMemory:
     targets = layer.inputs[len(layer.inputs) - num_targets :]
-    program = replace(layer.memory_in_program(kept_outputs, received), target_bytes=sum(targets))
+    program = replace(layer.memory_in_program(stored_outputs, received_sizes), target_bytes=sum(targets))
     if not is_first:
         return program
     return replace(

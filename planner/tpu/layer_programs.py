@@ -52,9 +52,9 @@ An array of this size does not fit into the core's local memory. The module's do
 
 
 def compile_layer(function: LayerFunction, device: jax.Device, time_us: Timer) -> CompiledLayer:
-    """Return sizes and times of a layer's executables, which this module's docstring lists.
+    """Compile a layer's forward and backward, separately and together; return sizes and times of the executables.
 
-    A layer without a backward has only the executable of its forward.
+    The module's docstring lists the executables. A layer without a backward has only the executable of its forward.
 
     Args:
         function: Layer as a function of JAX arrays.

@@ -76,17 +76,19 @@ class CompiledLayer:
             backward_peak_bytes=backward_bytes,
         )
 
-    def memory_in_program(self, kept_outputs: Mapping[int, bool], received: Sequence[tuple[int, int]]) -> ProgramMemory:
+    def memory_in_program(
+        self, stored_outputs: Mapping[int, bool], received_sizes: Sequence[tuple[int, int]]
+    ) -> ProgramMemory:
         """Return the layer's memory within an executable that contains all layers.
 
         Args:
-            kept_outputs: Outputs that are stored for the backward of any layer. The key is the output's index. The
+            stored_outputs: Outputs that are stored for the backward of any layer. The key is the output's index. The
                 value is True if all backwards read the output only as a matmul operand.
-            received: Two sizes of each received tensor, in bytes. The first one is the size as sent. Layers that read
-                the tensor may need different layouts. The second one is the size in the largest of these layouts.
+            received_sizes: Two sizes of each received tensor, in bytes. The first one is the size as sent. Layers that
+                read the tensor may need different layouts. The second one is the size in the largest of these layouts.
         """
         return ProgramMemory(
-            carried_bytes=self.carried_bytes + sum(self.outputs[n] for n in kept_outputs),
+            carried_bytes=self.carried_bytes + sum(self.outputs[n] for n in stored_outputs),
             peak_bytes=self.peak_bytes,
             narrowed_bytes=self.narrowed_bytes,
             padding_bytes=self.padding_bytes,
@@ -97,13 +99,13 @@ class CompiledLayer:
                     *self.made_kinds,
                     # An output that some backward reads at full width is stored at full width.
                     *(
-                        array if kept_outputs[n] else replace(array, loop_bytes=array.bytes)
+                        array if stored_outputs[n] else replace(array, loop_bytes=array.bytes)
                         for n, array in enumerate(self.output_kinds)
-                        if n in kept_outputs
+                        if n in stored_outputs
                     ),
                 ]
             ),
-            received=merge_equal_arrays(map(_received_kind, self.input_kinds, received)),
+            received=merge_equal_arrays(map(_received_kind, self.input_kinds, received_sizes)),
         )
 
 

@@ -36,7 +36,7 @@ class Backend(Protocol):
         """
 
     def check(self, loaded: LoadedModel, *, lean: bool) -> None:
-        """Raise an error if the backend cannot run a model. `lean` is True if its parameters have no values.
+        """Raise an error if the backend cannot run a model. `lean` is True if the parameters have no values.
 
         Raises:
             ModelError: The layers read values of tensors, but the backend runs them without values.

@@ -67,7 +67,7 @@ def _search_stages(state: SearchState, num_stages: int) -> bool:
         if not budget.try_reserve((_ORDER + 1) * evaluator.num_actions, cells // _CELLS):
             state.record_skipped(max(state.case.least_step_us(num_stages), case.bound_us))
             return False
-        problem = case.chain_problem(num_stages, most_layers=table_width.most_layers, exact=True)
+        problem = case.chain_problem(num_stages, most_layers=table_width.most_layers, is_count_exact=True)
         search = CutDynamicProgram(problem, recurrence, deadline=state.deadline)
         least = search.find_best(upper_us=state.upper_us)
         if least is None:

@@ -11,7 +11,7 @@ from heapq import heapify, heappop, heappush
 from typing import Final, NamedTuple
 
 from planner.core.extras import is_installed
-from planner.solve.chunks.search import linear_program_actions, solve_linear_program, start_cuts
+from planner.solve.chunks.search import linear_program_cost, solve_linear_program, start_cuts
 from planner.solve.deadline import Deadline, OutOfTimeError
 from planner.solve.search_state import SearchState, SimulationBudget
 from planner.solve.space.case import Case
@@ -74,7 +74,7 @@ def _raised_bounds(
         if not bound.num_devices:
             return [], left
         evaluators.append(Evaluator(bound.case, bound.num_devices))
-        left -= linear_program_actions(evaluators[-1]) if evaluators[-1].can_run else 0
+        left -= linear_program_cost(evaluators[-1]) if evaluators[-1].can_run else 0
         if left < 0:
             return [], 0
     raised: list[_CaseBound] = []

@@ -48,7 +48,7 @@ class CutSearch(Descent[PartitionCandidate]):
             (self._evaluate(cuts[None], self._fitting.least_recomputation(1)) for cuts in starts),
             most_actions,
             most_restarts=_FRUITLESS,
-            promising=_PROMISING_LIMITED if is_bounded else _PROMISING_UNLIMITED,
+            promising_ratio=_PROMISING_LIMITED if is_bounded else _PROMISING_UNLIMITED,
         )
 
     def search_from(self, cuts: IntArray, choices: IntArray, most_actions: int) -> None:

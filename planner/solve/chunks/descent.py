@@ -110,16 +110,16 @@ class Descent(ABC, Generic[CandidateT]):
         return self.state.budget.spent >= self._ends or self.state.budget.left <= 0
 
     def descend(
-        self, starts: Iterable[CandidateT], most_actions: int, *, most_restarts: int, promising: float = inf
+        self, starts: Iterable[CandidateT], most_actions: int, *, most_restarts: int, promising_ratio: float = inf
     ) -> None:
-        """Improve each start, then repeatedly change the best result at random and improve it.
+        """Improve each start, then repeatedly restart: change the best result at random and improve it.
 
         Args:
             starts: Partitions to start from.
             most_actions: Limit on the number of actions (forwards and backwards) that are simulated.
             most_restarts: Largest number of restarts in a row without a better plan.
-            promising: Limit on the best result's step time for restarts, as a multiple of `SearchState.upper_us`. If
-                the best result exceeds the memory limits, the search restarts anyway.
+            promising_ratio: Limit on the best result's step time for restarts, as a multiple of
+                `SearchState.upper_us`. If the best result exceeds the memory limits, the search restarts anyway.
         """
         begin, ordered = self.state.budget.spent, sorted(starts, key=lambda start: start.sort_key)
         batches = most_actions // (2 * self.evaluator.num_actions + BATCH)
@@ -139,7 +139,7 @@ class Descent(ABC, Generic[CandidateT]):
                 break
         left = most_restarts
         while best is not None and left and not self.is_over:
-            if best.excess_bytes == 0 and best.step_us > self.state.upper_us * promising:
+            if best.excess_bytes == 0 and best.step_us > self.state.upper_us * promising_ratio:
                 break
             candidate = self._downhill(self.perturb(best))
             left = most_restarts if candidate.beats(best) else left - 1

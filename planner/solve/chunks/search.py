@@ -127,13 +127,13 @@ def _branch_from_weakest(state: SearchState, bounds: list["_DeviceBound"]) -> No
         bounds[weakest] = _DeviceBound(evaluator, least_us, linear)
 
 
-def improve_answer(answer: Answer, *, deadline: Deadline, descents: int = 0) -> Answer:
-    """Search longer for a faster plan than that of `answer`; return the faster one.
+def improve_answer(answer: Answer, *, deadline: Deadline, num_searches: int = 0) -> Answer:
+    """Search longer for a faster plan than that of `answer`, by local searches; return the faster answer.
 
     Args:
         answer: Answer with the partition from which a local search starts.
         deadline: Time at which the search stops.
-        descents: Number of further local searches, each from the cuts of `start_cuts` with a new random seed.
+        num_searches: Number of further local searches, each from the cuts of `start_cuts` with a new random seed.
     """
     start = answer.partition
     assert start is not None
@@ -141,8 +141,8 @@ def improve_answer(answer: Answer, *, deadline: Deadline, descents: int = 0) -> 
     with suppress(OutOfTimeError):
         evaluator = Evaluator(answer.case, start.num_devices)
         CutSearch(state, evaluator).search_from(*cuts_and_choices(start), _MOST_FROM_BEST)
-        starts = start_cuts(state, evaluator) if descents else []
-        for seed in range(1, descents + 1):
+        starts = start_cuts(state, evaluator) if num_searches else []
+        for seed in range(1, num_searches + 1):
             search = CutSearch(state, evaluator, rows=_rows(evaluator), seed=seed)
             search.search(starts, _MOST_OF_SEARCH_ALONE)
     return answer if state.best is None else answer._replace(partition=state.best, step_us=state.upper_us)
@@ -243,7 +243,7 @@ class _DeviceBound(NamedTuple):
 
 def _enough_us(evaluator: Evaluator, bounds: Sequence[_DeviceBound]) -> float:
     # The smallest bound counts, and branch and bound rarely raises it if the linear programs are large.
-    if linear_program_actions(evaluator) < _LARGE_BOUND:
+    if linear_program_cost(evaluator) < _LARGE_BOUND:
         return inf
     return min((bound.least_us for bound in bounds), default=inf)
 
@@ -270,8 +270,8 @@ def _rows(evaluator: Evaluator) -> int:
     return _ROWS if evaluator.num_actions >= _LONG_STEP else ROWS
 
 
-def linear_program_actions(evaluator: Evaluator) -> int:
-    """Estimate how many actions could be simulated in the time that it takes to solve the linear program."""
+def linear_program_cost(evaluator: Evaluator) -> int:
+    """Estimate the time to solve the linear program, as the number of actions that could be simulated instead."""
     # The time grows approximately with the square of the size.
     return approximate_num_constraints(evaluator) ** 2 // _ROWS_SQUARED
 
@@ -297,7 +297,7 @@ def solve_linear_program(
         enough_us: Step time above which the lower bound need not be raised, in microseconds.
     """
     budget = state.budget
-    size, actions = approximate_num_constraints(evaluator), linear_program_actions(evaluator)
+    size, actions = approximate_num_constraints(evaluator), linear_program_cost(evaluator)
     most = min(_MOST_OF_BOUND, budget.left // _SHARE) if budget.is_bounded else _MOST_OF_BOUND_ALONE
     if evaluator.case.rules.balance is not None or actions > most or not starts or not is_installed("highspy"):
         return None
@@ -341,7 +341,7 @@ def start_cuts(state: SearchState, evaluator: Evaluator) -> list[IntArray]:
     # These cuts come from a pipeline with one stage per device, whose memory is unlimited.
     roomy = Cluster(memory_bytes=(2**62,) * num_stages, link=case.cluster.link)
     single = replace(case, schedule=GPIPE, chunks=1, num_devices=num_stages, replicas=1, cluster=roomy)
-    problem = single.chain_problem(num_stages, most_layers=evaluator.most_layers, exact=True)
+    problem = single.chain_problem(num_stages, most_layers=evaluator.most_layers, is_count_exact=True)
     backward = {"backward": BoundedQuantity(np.maximum, lambda stages: stages.backward)}
     cuts = PrefixBounds(problem, backward, deadline=state.deadline).cuts_with_smallest_maximum("backward")
     starts += [] if cuts is None else [np.array(cuts)]

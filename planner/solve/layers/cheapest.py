@@ -111,13 +111,13 @@ class MemoryLimit(NamedTuple):
     peak: int
     """Index of the field of `LayerPeaks` for the running pass; -1 if no layer of the stage runs."""
 
-    def room(self, peak: FloatArray | float) -> FloatArray:
+    def max_saved_bytes(self, peak: FloatArray | float) -> FloatArray:
         """Return the most bytes that one micro-batch may save, if the running layer needs `peak` bytes."""
         # With weight 0, for example if M = 1, no complete micro-batch is in flight: only the peak counts.
         if self.weight == 0:
             return np.where(np.less_equal(peak, self.bytes), np.inf, -np.inf)
-        room: FloatArray = np.floor(np.subtract(self.bytes, peak) / self.weight)
-        return room
+        most_bytes: FloatArray = np.floor(np.subtract(self.bytes, peak) / self.weight)
+        return most_bytes
 
 
 def cheapest_layers_within(
@@ -133,7 +133,7 @@ def cheapest_layers_within(
     """
     with_level = [limit for limit in limits if limit.peak >= 0]
     # If no layer of the stage runs, only the saved bytes count.
-    room = min((float(limit.room(0.0)) for limit in limits if limit.peak < 0), default=np.inf)
+    room = min((float(limit.max_saved_bytes(0.0)) for limit in limits if limit.peak < 0), default=np.inf)
     if room < 0:
         return None
     walk = _LayerDynamicProgram(layers, with_level, times_us, room)
@@ -265,7 +265,7 @@ class _LayerDynamicProgram:
         room = candidates.room
         for limit in self.limits:
             base = (candidates.held + entering[limit.peak]) * layers.stacked
-            room = np.minimum(room, limit.room(base + layers.peaks[limit.peak][decision, n]))
+            room = np.minimum(room, limit.max_saved_bytes(base + layers.peaks[limit.peak][decision, n]))
         return _Candidates(
             candidates.time + decision * self.times[n],
             candidates.held + layers.held[decision, n] + taken,
@@ -281,7 +281,7 @@ class _LayerDynamicProgram:
         must_go = np.full_like(held, -np.inf)
         for limit in self.limits:
             # Later peaks limit the room as well. Candidates that differ only above that limit become equal.
-            room = np.minimum(room, limit.room(held * stacked + self.lowest[limit.peak][n]))
+            room = np.minimum(room, limit.max_saved_bytes(held * stacked + self.lowest[limit.peak][n]))
             # Saving one byte less removes a byte per micro-batch in flight and, if peaks are stacked, one of the peak.
             if limit.weight + stacked > 0:
                 peak = held * stacked + self.highest[limit.peak][n]

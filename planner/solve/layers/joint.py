@@ -142,7 +142,7 @@ class _StageCountSearch:
     def _least(self, most_layers: int) -> tuple[ChainCuts | None, CutDynamicProgram]:
         least: ChainCuts | None = None
         for _ in range(_FEW_ROUNDS if self._state.budget.is_bounded else _ROUNDS):
-            problem = self._case.chain_problem(self._evaluator.num_stages, most_layers=most_layers, exact=True)
+            problem = self._case.chain_problem(self._evaluator.num_stages, most_layers=most_layers, is_count_exact=True)
             search = CutDynamicProgram(problem, self._recurrence, deadline=self._state.deadline)
             least = search.find_best(upper_us=self._state.upper_us)
             solved = self._layers.num_solved_stages

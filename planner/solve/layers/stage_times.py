@@ -93,7 +93,7 @@ def _set_entry(table: FloatArray, first: int, end: int, choice: LayerChoice | No
 def least_recompute_us(
     costs: ChainCosts, firsts: IntArray, stop: int, points: PeakPoints, *, limit_bytes: float
 ) -> FloatArray:
-    """Return lower bounds of the recomputation time with which stages fit.
+    """Return lower bounds of the recomputation time with which stages from `firsts` to at most `stop` fit.
 
     Args:
         costs: Costs of the layers.

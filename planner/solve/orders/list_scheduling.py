@@ -90,10 +90,9 @@ def follow_order(
     patience: float,
     limit_us: float = inf,
 ) -> ActionOrder | None:
-    """Return an action order close to a preferred one, as far as dependencies and memory allow.
+    """Return an action order close to a preferred one; `patience` limits how long a device waits to keep that order.
 
-    A free device runs the first of its next `lookahead` preferred actions that can run. It may also wait instead (see
-    `patience`).
+    A free device runs the first of its next `lookahead` preferred actions that dependencies and memory allow, or waits.
 
     Args:
         problem: The stages with their times and memory.

@@ -157,11 +157,13 @@ class OrderProblem:
         return total_us
 
 
-def approximate_stage_memory(always: float, allocation_bytes: FloatArray, *, is_whole: bool) -> ApproximateStageMemory:
-    """Return the approximate memory of a stage.
+def approximate_stage_memory(
+    permanent_bytes: float, allocation_bytes: FloatArray, *, is_whole: bool
+) -> ApproximateStageMemory:
+    """Return the approximate memory of a stage, with whole backwards if `is_whole`, else with split backwards.
 
     Args:
-        always: Permanent bytes.
+        permanent_bytes: Bytes that are allocated during the whole step.
         allocation_bytes: Bytes of each of `planner.core.cost.peak_points.ALLOCATIONS`.
         is_whole: True if the stage runs whole backwards (B); False if it runs I and W.
     """
@@ -173,7 +175,7 @@ def approximate_stage_memory(always: float, allocation_bytes: FloatArray, *, is_
     weight = 0.0 if is_whole else max(size[name] for name in (*WEIGHT_BACKWARDS, "weight_message"))
     transfers = size["input"] + size["output_gradient"] + size["input_gradient"]
     return ApproximateStageMemory(
-        always=always + size["gradients"] + size["casts"] + transfers,
+        always=permanent_bytes + size["gradients"] + size["casts"] + transfers,
         held=held,
         between=between,
         above=max(0.0, running - held, weight - between),

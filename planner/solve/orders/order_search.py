@@ -153,7 +153,7 @@ class OrderSearch:
 
     @property
     def refuses_most_orders(self) -> bool:
-        """True if most faster orders did not fit into memory."""
+        """True if most orders that the exact memory model checked did not fit into memory."""
         return self._num_refused > _REFUSED * self._num_fitting
 
     def _improve_exactly(self, rows: Rows, most_actions: int, lookahead: int) -> SimulatedOrder | None:

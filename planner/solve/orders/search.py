@@ -97,7 +97,7 @@ class _JointSearch:
         self._order_share = _SHARE
         self._kinds: tuple[bool, ...] = (False, True)
         self._refuses_most_orders = False
-        """True if most faster orders of one of the searches for orders did not fit into memory."""
+        """True if `OrderSearch.refuses_most_orders` was true after one of the searches for orders."""
 
     def improve(self, start: Partition) -> None:
         self._start = start.actions()

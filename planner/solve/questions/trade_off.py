@@ -23,7 +23,7 @@ def figures_by_schedule(
     *,
     micro_batches: int | None = None,
     watch: SearchObserver = UNWATCHED,
-    is_short: bool = False,
+    is_short_search: bool = False,
 ) -> tuple[FrontierPoint, ...]:
     """Return the figures of a good plan under each schedule, in the order of `planner.core.schedule.SCHEDULES`.
 
@@ -35,7 +35,7 @@ def figures_by_schedule(
         plan: Answer to a request with the schedule `auto`. The point for the plan's schedule has the plan's figures.
         micro_batches: Number of micro-batches, if the request fixed it; else None.
         watch: Callbacks of the searches. If they stop a search, the result is not usable.
-        is_short: True to search only for some tenths of a second per schedule.
+        is_short_search: True to search only for some tenths of a second per schedule.
 
     Returns:
         The points. Empty if there is nothing to compare: the request fixed the schedule or the cuts, the pipeline has
@@ -49,7 +49,7 @@ def figures_by_schedule(
     request = Request(
         inputs=limited_to_plan_width(inputs, plan, profile),
         micro_batches=micro_batches,
-        actions=_SHORT_ACTIONS if is_short else None,
+        actions=_SHORT_ACTIONS if is_short_search else None,
         searches_longer=False,
         watch=watch,
     )

@@ -87,13 +87,15 @@ class Case:
     """
     _memory: dict[tuple[int, int], MemoryTable] = field(default_factory=dict, repr=False, compare=False)
 
-    def partition(self, cuts: Sequence[int] | IntArray, choices: Sequence[int] | IntArray, **more: Any) -> Partition:
+    def partition(
+        self, cuts: Sequence[int] | IntArray, choices: Sequence[int] | IntArray, **other_fields: Any
+    ) -> Partition:
         """Return cuts and recompute choices as a `Partition`.
 
         Args:
             cuts: First layer of each stage, then the number of layers.
             choices: Recompute choice of each stage, as an index into `CHOICES` or as `LAYERS`.
-            more: Other fields of `Partition`.
+            other_fields: Other fields of `Partition`.
         """
         return Partition(
             schedule=self.schedule.name,
@@ -103,7 +105,7 @@ class Case:
             chunks=self.chunks,
             order=self.schedule.order_texts,
             replicas=self.replicas,
-            **more,
+            **other_fields,
         )
 
     @property
@@ -223,7 +225,7 @@ class Case:
         most_layers: int,
         most_bytes: float = np.inf,
         every_choice: bool = False,
-        exact: bool = False,
+        is_count_exact: bool = False,
     ) -> ChainProblem:
         """Return the input of the dynamic program: tables of all stages, with their recomputation and times.
 
@@ -233,11 +235,11 @@ class Case:
             most_bytes: Second limit on the peak memory of each device, in bytes. The smaller of both limits applies.
             every_choice: True to list each stage with every recompute choice that fits, and its peak memory; False to
                 list each stage with the fastest choice that fits.
-            exact: True to use exactly `num_stages` stages, even if all devices and links are equal.
+            is_count_exact: True to use exactly `num_stages` stages, even if all devices and links are equal.
         """
         return ChainProblem(
             num_stages=num_stages,
-            exact=exact or not self.is_homogeneous,
+            is_count_exact=is_count_exact or not self.is_homogeneous,
             sums=self.sums,
             tables=self._tables(num_stages, most_layers, most_bytes, every_choice=every_choice),
             links=self._links(num_stages),

@@ -130,16 +130,16 @@ class Evaluator:
         busy, crossing, own = self._times(cuts, choices)
         return busy, self._split_backward_times(busy, cuts), crossing, own
 
-    def step_us(self, cuts: IntArray, choices: IntArray, layers_us: FloatArray | None = None) -> FloatArray:
+    def step_us(self, cuts: IntArray, choices: IntArray, recomputed_layers_us: FloatArray | None = None) -> FloatArray:
         """Return simulated step times in microseconds, optimizer steps included.
 
         Args:
             cuts: Cuts of each partition, shape (partitions, stages + 1).
             choices: Recompute choice of each stage, shape (partitions, stages).
-            layers_us: Forward time of each stage's recomputed layers on the profiled device, if its choice is
-                `LAYERS`; shape (partitions, stages). None if no stage has this choice.
+            recomputed_layers_us: Forward time of each stage's recomputed layers on the profiled device, if the stage's
+                choice is `LAYERS`; shape (partitions, stages). None if no stage has this choice.
         """
-        busy, crossing, own = self._times(cuts, choices, layers_us)
+        busy, crossing, own = self._times(cuts, choices, recomputed_layers_us)
         times = {**busy._asdict(), "send_us": crossing}
         if self.case.schedule.splits_backward:
             times |= self._split_backward_times(busy, cuts)._asdict()
@@ -206,7 +206,7 @@ class Evaluator:
         return over
 
     def stage_bytes(self, cuts: IntArray, choices: IntArray) -> tuple[FloatArray, FloatArray, BoolArray]:
-        """Return the memory of each stage of each partition.
+        """Return permanent bytes and bytes per allocation of each stage of each partition; True where they are valid.
 
         Returns:
             Permanent bytes, shape (partitions, stages); bytes of each kind of allocation (`ALLOCATIONS`), shape
@@ -249,35 +249,38 @@ class Evaluator:
         most_bytes = (stages @ np.array([1.0, *most]))[:, self.stages].sum(axis=2)
         return bool(inside.all() and (most_bytes <= self.case.limits_bytes[: self.num_devices]).all())
 
-    def bytes_at_point(self, counts: FloatArray) -> FloatArray:
+    def bytes_at_point(self, allocation_counts: FloatArray) -> FloatArray:
         """Return the bytes of every possible stage at one point in the step.
 
         The result has shape (recompute choices, layers + 1, w), where w is the largest number of layers of a stage.
         Entry [choice, end, w - n] is for the stage of the n layers before layer `end`; it is infinite if n > end.
-        `counts` has the number of allocations of each kind (`ALLOCATIONS`) at this point.
+        `allocation_counts` has the number of allocations of each kind (`ALLOCATIONS`) at this point.
         """
-        return _sum_allocations(self.stage_allocation_bytes, counts)
+        return _sum_allocations(self.stage_allocation_bytes, allocation_counts)
 
-    def memory_bounds_by_layers(self, counts: FloatArray) -> tuple[FloatArray, FloatArray]:
-        """Return lower bounds of the memory of stages that recompute some of their layers, at one point in the step.
+    def memory_bounds_by_layers(self, allocation_counts: FloatArray) -> tuple[FloatArray, FloatArray]:
+        """Return memory of stages without recomputation, and the most bytes that recomputing each layer frees.
 
-        `counts` has the number of allocations of each kind (`ALLOCATIONS`) at this point.
+        Both are for one point in the step. The memory of a stage minus the bytes freed by its recomputed layers is a
+        lower bound of the stage's memory with this recomputation. `allocation_counts` has the number of allocations of
+        each kind (`ALLOCATIONS`) at this point.
 
         Returns:
             Bytes of every stage without recomputation, as entries [end, most_layers - n] for the n layers before layer
             `end`; and, for each layer, the most bytes that its recomputation frees.
         """
         costs, every = self.case.costs, self._any_by_layers
-        runs = bool((every.peak[counts > 0] >= 0).any())
+        runs = bool((every.peak[allocation_counts > 0] >= 0).any())
         # While a layer runs, memory saved by other layers adds to its peak: saving a byte less also lowers the peak.
-        times = float(counts @ every.saved) + runs * costs.exact
-        return _sum_allocations(self._allocation_bytes_by_layers, counts), times * most_bytes_freed(costs)[0]
+        times = float(allocation_counts @ every.saved) + runs * costs.exact
+        least = _sum_allocations(self._allocation_bytes_by_layers, allocation_counts)
+        return least, times * most_bytes_freed(costs)[0]
 
     def _times(
-        self, cuts: IntArray, choices: IntArray, layers_us: FloatArray | None = None
+        self, cuts: IntArray, choices: IntArray, recomputed_layers_us: FloatArray | None = None
     ) -> tuple[StageBusyTimes, FloatArray, FloatArray]:
         sums, first, end = self.case.sums, cuts[:, :-1], cuts[:, 1:]
-        recompute_us = 0.0 if layers_us is None else layers_us
+        recompute_us = 0.0 if recomputed_layers_us is None else recomputed_layers_us
         busy = sums.busy_times(first, end, choices, speed=self.speeds, recomputed_layers_us=recompute_us)
         own = sums.between_steps_us(first, end, self.speeds)[:, self.stages].sum(axis=2)
         return busy, self.transfer_us[np.arange(self.num_stages), end], own

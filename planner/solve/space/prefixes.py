@@ -44,7 +44,7 @@ class PrefixBounds:
         self.least = self._least_of_prefixes()
         """Lower bounds of each quantity in `kinds`, by name.
 
-        Entry [r][i] is for layers 0..i-1 in at most r stages, or exactly r if `ChainProblem.exact`.
+        Entry [r][i] is for layers 0..i-1 in at most r stages, or exactly r if `ChainProblem.is_count_exact`.
         """
 
     def cuts_with_smallest_maximum(self, name: str) -> tuple[int, ...] | None:
@@ -86,10 +86,10 @@ class PrefixBounds:
         windows = np.lib.stride_tricks.sliding_window_view(in_front, most_layers).T
         for count in range(1, most + 1):
             self._deadline.check()
-            if not columns or (self._problem.exact and self.shared_stages is None):
+            if not columns or (self._problem.is_count_exact and self.shared_stages is None):
                 # With an exact number of stages, the first stages of the chain have the highest levels. Otherwise a
                 # stage may have any level.
-                levels = [most - count] if self._problem.exact else range(most)
+                levels = [most - count] if self._problem.is_count_exact else range(most)
                 # Minima over the first axis are several times faster.
                 columns = {name: np.ascontiguousarray(row.T) for name, row in self._least_of_stages(levels).items()}
             ends = slice(max(0, num - (most - count) * most_layers), min(num, count * most_layers) + 1)
@@ -98,7 +98,7 @@ class PrefixBounds:
                 in_front[most_layers:] = before[:-1]
                 longer = np.full(num + 1, np.inf)
                 np.minimum.reduce(combine(windows[:, ends], columns[name][:, ends]), axis=0, out=longer[ends])
-                least[name].append(longer if self._problem.exact else np.minimum(longer, before))
+                least[name].append(longer if self._problem.is_count_exact else np.minimum(longer, before))
         return least
 
     def _least_of_stages(self, levels: Iterable[int]) -> dict[str, FloatArray]:

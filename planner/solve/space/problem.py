@@ -135,7 +135,7 @@ class ChainProblem:
     """
 
     num_stages: int
-    exact: bool
+    is_count_exact: bool
     """True for exactly `num_stages` stages; False for at most `num_stages` stages."""
     sums: ChainSums
     tables: tuple[tuple[StageChoiceTable, ...], ...]
@@ -181,7 +181,7 @@ class ChainProblem:
         return replace(self, most=most, tables=tuple(narrowed[id(variants)] for variants in self.tables))
 
     def stages(self, num_later: int, option: int, ends: IntArray) -> StageTimeArrays:
-        """Return the stages that end at the cuts `ends` and have `num_later` later stages.
+        """Return the stages with recompute option `option` and `num_later` later stages that end at the cuts `ends`.
 
         Args:
             num_later: Number of later stages.

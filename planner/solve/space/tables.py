@@ -96,15 +96,21 @@ def allowed_choices(policy: RecomputePolicy, micro_batches: int) -> list[int]:
 
 
 def fill_stage_tables(
-    tables: Sequence[FloatArray], block: Callable[[IntArray, int], Sequence[FloatArray]], *, by_length: bool = False
+    tables: Sequence[FloatArray],
+    compute_block: Callable[[IntArray, int], Sequence[FloatArray]],
+    *,
+    by_length: bool = False,
 ) -> None:
-    """Fill tables of stages, whose entry [end, most_layers - n] is for the n layers before layer `end`.
+    """Fill tables that have one entry for each possible stage, with values that `compute_block` returns.
+
+    Entry [end, most_layers - n] is for the stage of the n layers before layer `end`.
 
     Args:
         tables: Tables to fill, shape (layers + 1, most_layers). Entries with n > end keep their value.
-        block: Function `block(firsts, stop)` that returns an array for each table: one row for each first layer, and
-            one column for each end from `firsts[0] + 1` to `stop`.
-        by_length: True if `block` returns one column for each stage length from 1 to `most_layers`, not for each end.
+        compute_block: Function of (firsts, stop) that returns an array for each table: one row for each first layer,
+            and one column for each end from `firsts[0] + 1` to `stop`.
+        by_length: True if `compute_block` returns one column for each stage length from 1 to `most_layers`, not for
+            each end.
     """
     num_layers, most_layers = tables[0].shape[0] - 1, tables[0].shape[1]
     rows = max(
@@ -120,7 +126,7 @@ def fill_stage_tables(
         columns = firsts[:, None] - ends + most_layers
         inside = (columns >= 0) & (columns < most_layers) & (ends <= num_layers)
         place = np.broadcast_to(ends, columns.shape)[inside], columns[inside]
-        for table, values in zip(tables, block(firsts, stop), strict=True):
+        for table, values in zip(tables, compute_block(firsts, stop), strict=True):
             table[place] = values[inside]
 
 

@@ -360,8 +360,8 @@ def test_fastest_plans_get_further_descents_if_they_are_close(monkeypatch: pytes
     begun: dict[str, int] = {}
     request = Request(inputs=replace(inputs_of(2, 4), schedule="auto"), micro_batches=4)
 
-    def record(answer: Answer, *, descents: int, **_: object) -> Answer:
-        begun[answer.case.schedule.name] = descents
+    def record(answer: Answer, *, num_searches: int, **_: object) -> Answer:
+        begun[answer.case.schedule.name] = num_searches
         return answer._replace(step_us=ratio * answer.step_us)
 
     monkeypatch.setattr(chunks_search, "improve_answer", record)

@@ -16,7 +16,12 @@ from planner.solve.answer import Answer
 from planner.solve.cases import cases_of
 from planner.solve.chunks import case_bounds
 from planner.solve.deadline import NEVER
-from planner.solve.methods import SearchedCases, gains_from_longer_search, named_lower_bound_us, search_cases
+from planner.solve.methods import (
+    SearchedCases,
+    gains_from_longer_search,
+    lower_bound_of_named_schedules_us,
+    search_cases,
+)
 from planner.solve.questions import certificate
 from tests.support.profiles import inputs_of
 from tests.unit.solve.test_auto import uneven
@@ -63,7 +68,7 @@ def test_no_named_schedule_beats_the_second_bound(seed: int, memory_bytes: int, 
     exact = [case for case in cases if not gains_from_longer_search(case.schedule)]
     answers = search_cases(exact, replace(request, actions=None), NEVER, upper_us=inf).answers
     searched = SearchedCases(slow, {SEARCHED.name: 0.0}, complete=True, answers=answers)
-    bound_us = named_lower_bound_us(cases, searched, request, NEVER)
+    bound_us = lower_bound_of_named_schedules_us(cases, searched, request, NEVER)
     assert 0.85 * min(steps_us) < bound_us <= min(steps_us) * (1 + 1e-9)
     assert bound_us > min(case.bound_us for case in cases)
 

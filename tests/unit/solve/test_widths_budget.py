@@ -32,7 +32,7 @@ def test_no_compared_schedule_is_faster_than_the_plan() -> None:
     """With 64 micro-batches, one simulation needs most of a schedule's budget for all M."""
     profile, request = profile_and_request("gemma-2-9b", "auto", "8x8")
     plan = solve(profile, request)
-    points = figures_by_schedule(profile, plan, is_short=True)
+    points = figures_by_schedule(profile, plan, is_short_search=True)
     assert plan.predicted.step_us <= min(point.step_us for point in points if point.fits)
     assert all(point.fits for point in points)
 

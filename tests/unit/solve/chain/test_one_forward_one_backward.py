@@ -47,7 +47,7 @@ def test_bound_under_1f1b_is_at_most_every_plan(seed: int, policy: RecomputePoli
                 for block in space.blocks
                 if (block.micro_batches, block.num_devices) == (case.micro_batches, count)
             ]
-            search = CutDynamicProgram(case.chain_problem(count, most_layers=6, exact=True), recurrence)
+            search = CutDynamicProgram(case.chain_problem(count, most_layers=6, is_count_exact=True), recurrence)
             found = search.find_best()
             assert search.lower_bound_us() <= min(times) * (1 + 1e-9)
             assert (found is None) == (min(times) == float("inf"))

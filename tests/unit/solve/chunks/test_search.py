@@ -354,7 +354,7 @@ def test_descents_in_other_orders_of_moves_find_a_faster_plan() -> None:
     inputs = replace(inputs_of(8, 8, memory_bytes=900), schedule="zbv", chunks=0)
     (case,) = cases_of(chain(*layers), Request(inputs=inputs, micro_batches=8))
     first = search.search_chunked_partitions(case, deadline=replace(NEVER, most_actions=50_000))
-    steps_us = [search.improve_answer(first, deadline=NEVER, descents=descents).step_us for descents in (0, 1)]
+    steps_us = [search.improve_answer(first, deadline=NEVER, num_searches=number).step_us for number in (0, 1)]
     assert steps_us[1] < 0.98 * steps_us[0] < steps_us[0] < first.step_us
 
 

@@ -67,7 +67,7 @@ def test_points_equal_the_answers_to_requests_for_their_schedules() -> None:
 
 def test_points_of_short_searches_are_marked_unless_proven() -> None:
     plan = answer(with_split_backward())
-    points = figures_by_schedule(with_split_backward(), plan, micro_batches=16, is_short=True)
+    points = figures_by_schedule(with_split_backward(), plan, micro_batches=16, is_short_search=True)
     proven = {point.schedule for point in points if not point.short_search}
     assert proven == {"gpipe", "1f1b", plan.schedule}
 
