@@ -53,12 +53,12 @@ class ProgressCounter:
             self._done += passes * size
 
     def begin(self, text: str, samples: int) -> None:
-        """Report with `text` that a measurement of `samples` samples starts."""
+        """Report `text` at the start of a measurement that counts as `samples` units of progress."""
         self._total += samples
         self._progress(text, self._done, self._total)
 
     def end(self, text: str, samples: int) -> None:
-        """Report with `text` the end of a measurement that `begin` reported."""
+        """Report `text` at the end of a measurement that counts as `samples` units, as passed to `begin`."""
         self._done += samples
         self._progress(text, self._done, self._total)
 

@@ -79,7 +79,7 @@ def measure_times(
     *,
     statistics: BatchStatistics,
     clock: Clock,
-    doubtful: Callable[[], bool],
+    needs_repeats: Callable[[], bool],
     progress: Callable[[Sequence[LayerKey]], Iterator[LayerKey]],
 ) -> None:
     """Time all layers repeatedly, and add the times to the measurements of the task.
@@ -89,7 +89,7 @@ def measure_times(
         records: Layers to time, with their inputs and memory.
         statistics: Collector to which batch normalizations add their statistics, as in training.
         clock: Clock of the device.
-        doubtful: Function that returns True while further repeats are needed.
+        needs_repeats: Function that returns True while further repeats are needed.
         progress: Function that yields the given keys one by one, and reports the progress before each key.
     """
     units, inputs, repeats = records.units, records.inputs, task.options.repeats
@@ -134,7 +134,7 @@ def measure_times(
         while short := [key for key in inputs if min(len(samples[key]), len(split_samples[key])) < repeats]:
             add_to(samples, whole_timer, short, progress(short))
             add_to(split_samples, split_timer, short, progress(short))
-        while doubtful():
+        while needs_repeats():
             gc.collect()
             again = list(inputs) * _BLOCK
             add_to(samples, whole_timer, again, progress(again))
@@ -195,7 +195,7 @@ def round_ratios(samples: Iterable[Sequence[tuple[float, float]]]) -> tuple[floa
 def layer_entry_times_us(
     names: Sequence[str], size: int, entries_us: Mapping[tuple[str, int], Sequence[float]]
 ) -> list[float]:
-    """Return the time until each layer starts if it is the first of its stage (`LayerProfile.entry_us`).
+    """Return the entry time of each layer (`LayerProfile.entry_us`), from repeated measurements of some layers.
 
     The entry time of a layer is the time from the start of a stage's forward to the start of the layer, if the layer is
     the first of its stage. Only some of several equal layers are measured. The entry time of any other layer is
@@ -245,7 +245,7 @@ def measured_split_times(samples: Sequence[tuple[float, float]], whole: LayerTim
 
 
 def equal_layers(units: Sequence[LayerToMeasure], digest: str) -> list[int]:
-    """Return the indices of equal layers, those with this digest, that repeats of the measurement time in turn.
+    """Return the indices of the layers with this digest to time. Repeats of the measurement alternate between them.
 
     The list ends when the parameters of its layers exceed `DeviceKind.min_bytes_of_timed_layers`.
     """
@@ -256,7 +256,7 @@ def equal_layers(units: Sequence[LayerToMeasure], digest: str) -> list[int]:
 
 
 def group_equal_layers(
-    layers: Chain, units: Sequence[LayerToMeasure], equal: Sequence[int], number: int
+    layers: Chain, units: Sequence[LayerToMeasure], equal_indices: Sequence[int], group_size: int
 ) -> list[LayerToMeasure]:
     """Return groups of consecutive equal layers, each group as one module that is timed as a whole.
 
@@ -270,21 +270,21 @@ def group_equal_layers(
     Args:
         layers: Chain of all layers.
         units: All layers of the chain, in order, with one entry per layer.
-        equal: Indices of layers with equal operators, in ascending order.
-        number: Desired number of layers of a group. The actual number is limited by the maximum in `_TOGETHER` and by
-            the largest number of consecutive equal layers.
+        equal_indices: Indices of layers with equal operators, in ascending order.
+        group_size: Desired number of layers of a group. The actual number is limited by the maximum in `_TOGETHER` and
+            by the largest number of consecutive equal layers.
     """
     runs: list[list[int]] = []
-    for n in equal:
+    for n in equal_indices:
         if runs and runs[-1][-1] == n - 1:
             runs[-1].append(n)
         else:
             runs.append([n])
-    number = min(number, _TOGETHER[-1], max(map(len, runs)))
-    if number not in _TOGETHER:
+    group_size = min(group_size, _TOGETHER[-1], max(map(len, runs)))
+    if group_size not in _TOGETHER:
         return []
-    firsts = [n for run in runs for n in run[: len(run) - number + 1 : number]]
-    return [replace(units[n], module=layers.stage(n, n + number), repeats=number) for n in firsts]
+    firsts = [n for run in runs for n in run[: len(run) - group_size + 1 : group_size]]
+    return [replace(units[n], module=layers.stage(n, n + group_size), repeats=group_size) for n in firsts]
 
 
 def _number_together(kind: DeviceKind, layer_us: float, kept_bytes: int) -> int:

@@ -144,7 +144,7 @@ def _optimizer_costs(
 def _times(task: ProfilingTask, records: LayerRecords, clock: Clock) -> dict[LayerKey, LayerTimes]:
     started, budget_s = time.monotonic(), task.options.time_budget_s
 
-    def doubtful() -> bool:
+    def needs_repeats() -> bool:
         if not budget_s:
             return False
         share = _doubt(task, records)
@@ -158,7 +158,7 @@ def _times(task: ProfilingTask, records: LayerRecords, clock: Clock) -> dict[Lay
 
     with defer_batch_norms(task.chain.model) as statistics:
         progress = partial(task.steps.each, names=records.names)
-        measure_times(task, records, statistics=statistics, clock=clock, doubtful=doubtful, progress=progress)
+        measure_times(task, records, statistics=statistics, clock=clock, needs_repeats=needs_repeats, progress=progress)
     return {key: median_times(task.measurements.samples[key]) for key in records.inputs}
 
 

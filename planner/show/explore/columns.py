@@ -51,14 +51,14 @@ class _RowBlock(NamedTuple):
 
 
 def add_memory_columns(
-    table: NumberTable, costs: ChainCosts, cells: StageRows, *, micro_batches: int, allocations: Sequence[set[int]]
+    table: NumberTable, costs: ChainCosts, stages: StageRows, *, micro_batches: int, allocations: Sequence[set[int]]
 ) -> list[list[list[int]]]:
-    """Add columns with the memory of stages, in bytes, to a table.
+    """Add columns with the memory of stages, in bytes, to a table, and return their indices.
 
     Args:
         table: Table with a row per stage.
         costs: Costs of the chain at the micro-batch size, with its replicas.
-        cells: Stage of each row.
+        stages: Stage of each row.
         micro_batches: Number of micro-batches.
         allocations: For each sharing mode, the allocations to add, as indices into `ALLOCATIONS`. The sharing modes,
             `ALONE` to `IN_PLACE`, state how a stage shares its device with other stages.
@@ -74,7 +74,7 @@ def add_memory_columns(
 
         The list of a sharing mode without allocations is empty. Columns of zeros are omitted.
     """
-    blocks = tuple(_blocks(costs, cells, micro_batches))
+    blocks = tuple(_blocks(costs, stages, micro_batches))
     return [
         [_listed(table, blocks, mode, choice, used={ALWAYS, *used}) for choice in CHOICES] if used else []
         for mode, used in enumerate(allocations)
@@ -95,10 +95,10 @@ def _listed(
     return listed
 
 
-def _blocks(costs: ChainCosts, cells: StageRows, micro_batches: int) -> Iterator[_RowBlock]:
-    firsts, group = np.unique(cells.first, return_inverse=True)
+def _blocks(costs: ChainCosts, stages: StageRows, micro_batches: int) -> Iterator[_RowBlock]:
+    firsts, group = np.unique(stages.first, return_inverse=True)
     ends = np.zeros(len(firsts), np.int64)
-    np.maximum.at(ends, group, cells.end)
+    np.maximum.at(ends, group, stages.end)
     at = 0
     while at < len(firsts):
         most = np.maximum.accumulate(ends[at:])
@@ -111,8 +111,8 @@ def _blocks(costs: ChainCosts, cells: StageRows, micro_batches: int) -> Iterator
             stages=stage_memory_table(
                 costs, firsts[at:stop], columns, micro_batches=micro_batches, splits_backward=True
             ),
-            places=(group[rows] - at, cells.end[rows] - 1 - columns.start),
-            received=costs.boundaries.input[cells.first[rows]],
+            places=(group[rows] - at, stages.end[rows] - 1 - columns.start),
+            received=costs.boundaries.input[stages.first[rows]],
         )
         at = stop
 
@@ -161,24 +161,24 @@ def _at(block: _RowBlock, size: FloatArray | float) -> FloatArray:
 
 
 def add_time_columns(
-    table: NumberTable, costs: ChainCosts, cells: StageRows, pipeline: DeviceGroup
+    table: NumberTable, costs: ChainCosts, stages: StageRows, pipeline: DeviceGroup
 ) -> dict[str, object]:
     """Add columns with the compute times of stages to a table.
 
     Args:
         table: Table with a row per stage.
         costs: Costs of the chain at the micro-batch size.
-        cells: Stage of each row.
+        stages: Stage of each row.
         pipeline: Devices and links of the pipeline.
 
     Returns:
         JSON data with the indices of the added columns.
     """
-    sums, speed = ChainSums.of(costs, pipeline.cluster, pipeline.replicas), np.array(pipeline.speeds)[cells.speed]
+    sums, speed = ChainSums.of(costs, pipeline.cluster, pipeline.replicas), np.array(pipeline.speeds)[stages.speed]
     durations, again = [], []
     for choice in range(len(CHOICES)):
-        busy = sums.busy_times(cells.first, cells.end, choice, speed=speed)
-        split = sums.split_backward_times(busy, cells.first, cells.end, speed=speed)
+        busy = sums.busy_times(stages.first, stages.end, choice, speed=speed)
+        split = sums.split_backward_times(busy, stages.first, stages.end, speed=speed)
         by_kind = {
             "F": (busy.forward_us, busy.forward_us),
             "B": (busy.backward_us, busy.last_backward_us),
@@ -188,12 +188,12 @@ def add_time_columns(
         durations.append([table.add(us) for letter in KINDS for us in by_kind[letter]])
         redone = [table.add(busy.recompute_us), table.add(busy.last_recompute_us)]
         again.append([place for kind in KINDS.values() for place in (redone if kind.direction < 0 else [ZERO, ZERO])])
-    summed_us = sums.gradient_allreduce_us(cells.first, cells.end)
+    summed_us = sums.gradient_allreduce_us(stages.first, stages.end)
     return {
         # By recompute choice, then two columns for each kind of action: other micro-batches, last micro-batch.
         "durations": durations,
         "again": again,
-        "optimizer": table.add(sums.between_steps_us(cells.first, cells.end, speed) - summed_us),
+        "optimizer": table.add(sums.between_steps_us(stages.first, stages.end, speed) - summed_us),
         "summed": table.add(summed_us),
         # `send_hides` is added to this time if the stage sends to another device.
         "hides": table.add(optimizer_slack_us(busy, 0.0)),
@@ -201,21 +201,21 @@ def add_time_columns(
 
 
 def add_transfer_columns(
-    table: NumberTable, costs: ChainCosts, crossings: LinkCutPairs, pipeline: DeviceGroup
+    table: NumberTable, costs: ChainCosts, link_cuts: LinkCutPairs, pipeline: DeviceGroup
 ) -> dict[str, int]:
     """Add columns with transfer times to a table.
 
     Args:
-        table: Table with a row per cut and link.
+        table: Table with a row per pair of link and cut.
         costs: Costs of the chain at the micro-batch size.
-        crossings: Cut and link of each row.
+        link_cuts: Link and cut of each row.
         pipeline: Devices and links of the pipeline.
 
     Returns:
         JSON data with the indices of the added columns.
     """
-    sent = costs.boundaries.output[crossings.cut - 1].tolist()
+    sent = costs.boundaries.output[link_cuts.cut - 1].tolist()
     send_us = [
-        pipeline.indexed_links[link].transfer_us(size) for link, size in zip(crossings.link.tolist(), sent, strict=True)
+        pipeline.indexed_links[link].transfer_us(size) for link, size in zip(link_cuts.link.tolist(), sent, strict=True)
     ]
     return {"send": table.add(np.array(send_us)), "send_hides": table.add(2 * np.array(send_us))}

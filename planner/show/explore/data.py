@@ -144,9 +144,9 @@ class _NearbyStages:
         # If each cut moves by w layers to either side, there are (2 w + 1)^2 stages between two successive cuts.
         return {s: max(1, min(num_layers, (isqrt(share // s) - 1) // 2)) for s, share in shares.items()}
 
-    def tables(self, widths: Mapping[int, int]) -> dict[str, Any]:
+    def tables(self, max_cut_moves: Mapping[int, int]) -> dict[str, Any]:
         chain, pipeline = self.chain, self.chain.pipeline
-        cells, crossings = stages_near(self.layouts.values(), self.balances, widths)
+        cells, crossings = stages_near(self.layouts.values(), self.balances, max_cut_moves)
         sizes, bytes_, times = {}, NumberTable(len(cells.first)), NumberTable(len(cells.first))
         sends = NumberTable(len(crossings.cut))
         for micro_batches, costs in chain.costs.items():

@@ -145,19 +145,19 @@ def even_balance(costs: ChainCosts, num_stages: int) -> tuple[int, ...]:
 
 
 def stages_near(
-    layouts: Iterable[StageLayout], balances: Mapping[int, Sequence[int]], widths: Mapping[int, int]
+    layouts: Iterable[StageLayout], balances: Mapping[int, Sequence[int]], max_cut_moves: Mapping[int, int]
 ) -> tuple[StageRows, LinkCutPairs]:
-    """Return all stages and cuts that result if each initial cut moves by a few layers.
+    """Return all stages and cuts that can result if each initial cut moves by at most `max_cut_moves` layers.
 
     Args:
         layouts: Layouts of the stages in the interactive report.
         balances: Initial number of layers of each stage, by number of stages.
-        widths: Largest number of layers by which a cut moves, by number of stages.
+        max_cut_moves: Largest number of layers by which a cut moves, by number of stages.
     """
     cells: set[tuple[int, int, int]] = set()
     crossings: set[tuple[int, int]] = set()
     for layout in layouts:
-        ranges = list(_cut_ranges(balances[layout.num_stages], widths[layout.num_stages]))
+        ranges = list(_cut_ranges(balances[layout.num_stages], max_cut_moves[layout.num_stages]))
         for speed, (firsts, ends) in zip(layout.speeds, pairwise(ranges), strict=True):
             cells.update((speed, first, end) for first, end in product(firsts, ends) if first < end)
         for link, cuts in zip(layout.links, ranges[1:], strict=False):

@@ -44,12 +44,12 @@ def html_table(header: Sequence[str], rows: Iterable[Sequence[str]], *, num_text
 
 
 def values_table(shown: Table, *, num_text_columns: int = 1, marks: Mapping[str, str] | None = None) -> str:
-    """Return a table of values as markup.
+    """Return a table of values as markup, with the suffixes in `marks` after emphasized values.
 
     Args:
         shown: The table of values.
         num_text_columns: Number of columns with text, from the left.
-        marks: Suffix of emphasized values (`Column.marked`), by column name.
+        marks: Suffix of emphasized values (`Column.marked`), by column name, such as ` ◀`.
     """
     columns = [_cells(column, (marks or {}).get(column.name, "")) for column in shown.columns]
     return html_table(
@@ -76,19 +76,19 @@ def definition_list(items: Iterable[tuple[str, str]]) -> str:
 
 
 def chart_figure(
-    caption: str, *drawn: str, height: float, label: str = "", below: str = "", style_class: str | None = None
+    caption: str, *elements: str, height: float, label: str = "", below: str = "", style_class: str | None = None
 ) -> str:
-    """Return a picture with a caption.
+    """Return a picture made of SVG elements, with a caption above it and the markup `below` below it.
 
     Args:
         caption: Text above the picture.
-        *drawn: Markup inside the picture.
+        *elements: SVG elements of the picture.
         height: Height in pixels; the picture is as wide as its container.
         label: Text for screen readers; if empty, the caption is used.
         below: Markup below the picture.
         style_class: Style class of the figure.
     """
-    picture = element("svg", *drawn, width="100%", height=height, role="img", aria_label=label or caption)
+    picture = element("svg", *elements, width="100%", height=height, role="img", aria_label=label or caption)
     return element("figure", element("figcaption", escape_text(caption)), picture, below, class_=style_class)
 
 

@@ -17,7 +17,7 @@ GAP = 2
 
 
 def terminal_table(view: Table, marks: Mapping[str, tuple[str, str]] | None = None) -> RichTable:
-    """Return `view` as a table for the terminal.
+    """Return `view` as a table for the terminal, with suffixes and colors from `marks` on emphasized values.
 
     `marks` has the suffix and the color of emphasized values (`Column.marked`), by column name.
     """

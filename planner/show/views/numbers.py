@@ -84,9 +84,9 @@ class Tick:
     label: str
 
 
-def time_ticks(total_us: float, most: float) -> tuple[str, tuple[Tick, ...]]:
-    """Return the unit and at most `most` + 1 marks of a time axis from 0 to `total_us`."""
-    step_us = _nice(total_us / most)
+def time_ticks(total_us: float, max_intervals: float) -> tuple[str, tuple[Tick, ...]]:
+    """Return the unit and at most `max_intervals` + 1 marks of a time axis from 0 to `total_us`."""
+    step_us = _nice(total_us / max_intervals)
     scale = TimeUnit.fitting([total_us])
     count = floor(total_us / step_us * (1 + 1e-9)) + 1
     ticks = (Tick(time_us=n * step_us, label=f"{n * step_us / scale.factor:g}") for n in range(count))

@@ -93,9 +93,9 @@ class Table:
         return tuple(zip(*(column.texts() for column in self.columns), strict=True))
 
     def time_units(self) -> Mapping[str, TimeUnit]:
-        """Return the unit of time that columns with the same `Column.per` share.
+        """Return a common unit of time for all columns with times of one kind, such as times per micro-batch.
 
-        The keys are the values of `Column.per` in this table, such as `micro-batch` for times per micro-batch.
+        The keys are the values of `Column.per` in this table, such as `micro-batch`.
         """
         times: dict[str, list[float]] = {}
         for column in self.columns:
@@ -114,7 +114,7 @@ def column(
     drop: int = 0,
     marked: frozenset[int] = frozenset(),
 ) -> tuple[Column, Callable[[Row], Value]]:
-    """Return a pair that defines a column for `table`: a `Column` without values, and the function `value`.
+    """Return a definition of a column for the function `table`: a `Column` without values, and the function `value`.
 
     The function `table` fills the column with the result of `value` for each row.
 
@@ -131,9 +131,9 @@ def column(
 
 
 def table(rows: Sequence[Row], *columns: tuple[Column, Callable[[Row], Value]], group: int = 0) -> Table:
-    """Return a table with a row for each of `rows`, from definitions that `column` returned.
+    """Return a table with a row for each of `rows`. Renderers leave a gap after every `group` rows; 0 for no gaps.
 
-    Renderers leave a gap after every `group` rows; 0 for no gaps.
+    Each of `columns` is a result of the function `column`.
     """
     filled = (replace(column, values=tuple(map(value, rows))) for column, value in columns)
     return Table(columns=tuple(filled), group=group)

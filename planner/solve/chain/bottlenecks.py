@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from planner.solve.chain.chain_dp import SLACKS, ChainCuts, CutDynamicProgram, just_below
+from planner.solve.chain.chain_dp import LIMIT_FACTORS, ChainCuts, CutDynamicProgram, just_below
 from planner.solve.chain.recurrences import GPipeRecurrence
 from planner.solve.deadline import NEVER, Deadline
 from planner.solve.space.problem import NO_LIMIT, Bottlenecks, ChainProblem
@@ -78,12 +78,12 @@ class BottleneckSearch:
 
     def find_first(self, *, upper_us: float = np.inf) -> ChainCuts | None:
         """Return a partition with a step time below `upper_us`, from a short search; None if it finds none."""
-        slacks = (*SLACKS, np.inf)
+        limit_factors = (*LIMIT_FACTORS, np.inf)
         if not self._is_large:
-            self.best_so_far = self._whole.find_first(self.bound_us, upper_us, slacks)
+            self.best_so_far = self._whole.find_first(self.bound_us, upper_us, limit_factors)
             return self.best_so_far
-        for slack in slacks:
-            limit_us = min(self._upper_us(upper_us), self.bound_us * slack)
+        for factor in limit_factors:
+            limit_us = min(self._upper_us(upper_us), self.bound_us * factor)
             box, search = self._restricted(self._lower_upper_corner(self._root(), limit_us))
             self._take_path(search, upper_us)
             # Plans outside of the box take longer than the limit.
@@ -152,7 +152,7 @@ class BottleneckSearch:
         can_split = self._M > 2 and not is_small and np.isfinite(upper_us)
         most_plans = _MOST_LABELS if can_split else np.inf
         enough = _ENOUGH_LABELS * _GROWTH**box.depth
-        plan = search.run(upper_us=upper_us, most_per_count=most_plans, enough_in_all=enough)
+        plan = search.run(upper_us=upper_us, limit_per_stage_count=most_plans, limit_in_total=enough)
         if plan is not None and (self.best_so_far is None or plan.step_us < self.best_so_far.step_us):
             self.best_so_far = plan
         if search.is_exhaustive:

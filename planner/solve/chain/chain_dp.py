@@ -37,7 +37,7 @@ from planner.solve.space.problem import ChainProblem, StageTimeArrays
 RELATIVE = 1e-12
 """Relative difference above which a number counts as better. Rounding errors are smaller."""
 
-SLACKS = (1.01, 1.05, 1.1, 1.25)
+LIMIT_FACTORS = (1.01, 1.05, 1.1, 1.25)
 """Limits on the step time of a first plan, as multiples of its lower bound."""
 
 _MORE_LABELS = 8
@@ -109,23 +109,23 @@ class CutDynamicProgram:
         root_us = self.lower_bound_us()
         if not root_us < just_below(upper_us):
             return None
-        best = self.find_first(root_us, upper_us, SLACKS)
+        best = self.find_first(root_us, upper_us, LIMIT_FACTORS)
         if best is None:
             return self.run(upper_us=upper_us)
         # A run with few partial plans first lowers the step time that the exact run must beat.
         best = self.run(upper_us=best.step_us, most_plans=_MORE_LABELS) or best
         return self.run(upper_us=best.step_us) or best
 
-    def find_first(self, bound_us: float, upper_us: float, slacks: Sequence[float]) -> ChainCuts | None:
-        """Return a good partition faster than `upper_us`; None if the search finds none.
+    def find_first(self, bound_us: float, upper_us: float, limit_factors: Sequence[float]) -> ChainCuts | None:
+        """Return a partition faster than `upper_us` from a short search; None if it finds none.
 
         Args:
             bound_us: Lower bound of the step time, in microseconds.
             upper_us: Step time to beat, in microseconds.
-            slacks: Limits on the step time to try in turn, as multiples of `bound_us`.
+            limit_factors: Limits on the step time, as multiples of `bound_us`. They are tried in turn.
         """
-        for slack in slacks:
-            allowed_us = min(upper_us, bound_us * slack)
+        for factor in limit_factors:
+            allowed_us = min(upper_us, bound_us * factor)
             first = self.run(upper_us=allowed_us, most_plans=1) if bound_us < just_below(allowed_us) else None
             if first is not None or allowed_us == upper_us:
                 return first
@@ -137,21 +137,21 @@ class CutDynamicProgram:
         upper_us: float,
         most_plans: int | None = None,
         best_key: tuple[float, ...] | None = None,
-        most_per_count: float = np.inf,
-        enough_in_all: float = 0,
+        limit_per_stage_count: float = np.inf,
+        limit_in_total: float = 0,
     ) -> ChainCuts | None:
         """Return the partition of smallest `ChainCuts.sort_key` that is faster than `upper_us`; None if there is none.
 
-        The search stops early if the number of partial plans exceeds both `most_per_count` and `enough_in_all`. It then
-        returns the best partition found so far, and `is_exhaustive` is False.
+        The search stops early if the number of partial plans exceeds both `limit_per_stage_count` and `limit_in_total`.
+        It then returns the best partition found so far, and `is_exhaustive` is False.
 
         Args:
             upper_us: Step time to beat, in microseconds.
             most_plans: Largest number of partial plans to keep that begin at the same layer; None to keep all. With a
                 number, the search may miss the best partition.
             best_key: Value of `ChainCuts.sort_key` to beat, or None.
-            most_per_count: Limit on the partial plans per number of stages.
-            enough_in_all: Limit on all partial plans together.
+            limit_per_stage_count: Limit on the partial plans with the same number of stages.
+            limit_in_total: Limit on all partial plans together.
         """
         levels = [self._root()]
         best: ChainCuts | None = None
@@ -160,11 +160,11 @@ class CutDynamicProgram:
         for num_later in range(self.problem.num_stages):
             plans = self._next_level(levels[-1], num_later, _StepToBeat(upper_us, best_key))
             # Finding the undominated partial plans takes longest, so it is skipped if there are far too many.
-            is_hopeless = len(plans.first) > max(20 * most_per_count, enough_in_all)
+            is_hopeless = len(plans.first) > max(20 * limit_per_stage_count, limit_in_total)
             if not is_hopeless:
                 levels.append(self._reduced(plans, most_plans))
                 in_all += len(levels[-1].first)
-            if is_hopeless or (len(levels[-1].first) > most_per_count and in_all > enough_in_all):
+            if is_hopeless or (len(levels[-1].first) > limit_per_stage_count and in_all > limit_in_total):
                 self.is_exhaustive = False
                 break
             sort_key, index = self._first_of_complete(levels[-1])

@@ -38,7 +38,7 @@ Unit: mean work of a device, or time of the slowest layer if that is longer.
 
 @dataclass(slots=True)
 class TableWidth:
-    """Width of a search's tables: the number of layers of their longest stage, which grows step by step."""
+    """Limit on the number of layers per stage in the tables of a search, which `widen` increases step by step."""
 
     case: Case
     most_layers: int = 0
@@ -46,7 +46,7 @@ class TableWidth:
     _longest_us: float = 0.0
 
     def widen(self, upper_us: float) -> bool:
-        """Increase `most_layers` and return True, or return False if `most_layers` already suffices.
+        """Increase `most_layers` for plans faster than `upper_us`; return False if it already suffices.
 
         The number suffices if no plan faster than `upper_us` has a stage with more layers than `most_layers`.
         """
@@ -181,6 +181,8 @@ def _first_by_key(search: CutDynamicProgram, upper_us: float, best: ChainCuts | 
     size = search.problem.num_layers * search.problem.num_stages
     for most_plans in (_FEW_LABELS, None) if size <= _LARGEST_COMPARED else (_FEW_LABELS,):
         key = best.sort_key if best is not None else None
-        first = search.run(upper_us=upper_us, most_plans=most_plans, best_key=key, most_per_count=_MOST_TIED_LABELS)
+        first = search.run(
+            upper_us=upper_us, most_plans=most_plans, best_key=key, limit_per_stage_count=_MOST_TIED_LABELS
+        )
         best = first or best
     return best

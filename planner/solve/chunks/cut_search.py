@@ -39,9 +39,9 @@ class CutSearch(Descent[PartitionCandidate]):
         self._fitting = RecomputeFitter(evaluator)
 
     def search(self, starts: Sequence[IntArray], most_actions: int) -> None:
-        """Improve several partitions by local search, and store the best plan found in `state`.
+        """Search from several partitions, simulating at most `most_actions` actions; store the best plan in `state`.
 
-        `starts` has the cuts of each partition, shape (stages + 1,). At most `most_actions` are simulated.
+        `starts` has the cuts of each partition, shape (stages + 1,).
         """
         is_bounded = self.state.budget.is_bounded
         self.descend(
@@ -52,7 +52,7 @@ class CutSearch(Descent[PartitionCandidate]):
         )
 
     def search_from(self, cuts: IntArray, choices: IntArray, most_actions: int) -> None:
-        """Improve one partition by local search, and store the best plan found in `state`.
+        """Search from one partition, simulating at most `most_actions` actions; store the best plan in `state`.
 
         Args:
             cuts: Cuts of the partition, shape (stages + 1,).
