@@ -1,5 +1,6 @@
 """Descriptions of a failure: stage, activity, memory, and the lines of the user's code."""
 
+import contextlib
 import resource
 import sys
 import traceback
@@ -131,7 +132,7 @@ def _out_of_memory(error: BaseException, who: str, activity: RankActivity) -> Pl
 
 
 def _user_frames(error: BaseException) -> str:
-    ours = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+    ours = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), contextlib.__file__)
     frames = traceback.extract_tb(error.__traceback__)
     of_user = [frame for frame in frames if not frame.filename.startswith((*ours, "<frozen"))]
     # The script only calls the pipeline, so its line is omitted if the model has one.

@@ -1,6 +1,8 @@
 """Tests of messages on failed runs."""
 
+import contextlib
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -88,6 +90,19 @@ def test_the_wrapped_cause_is_reported_with_its_lines() -> None:
     assert "failed in forward of micro-batch 1 of step 7: KeyError: 'mine'" in message
     assert Path(__file__).name in message
     assert "Rank 0" not in message
+
+
+def test_frames_of_context_managers_are_omitted() -> None:
+    @contextlib.contextmanager
+    def step() -> Iterator[None]:
+        yield
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError) as raised, step():
+        pass
+    message = explain.error_for_exception(raised.value, activity()).message
+    assert "contextlib.py" not in message
+    assert Path(__file__).name in message
 
 
 def test_the_first_non_finite_tensor_is_named() -> None:
