@@ -178,14 +178,14 @@ class Trainer:
         self._job.activity.begin("between steps")
         return EvaluationResult(loss=loss, metrics=means, outputs=observed.outputs())
 
-    def check_parameters(self) -> None:
-        """Raise a `UsageError` if the script has added a parameter."""
+    def check_parameters(self, *, replaced_only: bool = False) -> None:
+        """Raise a `UsageError` if the script or the model has added a parameter, or replaced one by a new one."""
         known = set(map(id, self._parameters.values()))
         for name, parameter in self._assembly.named_parameters():
-            if id(parameter) not in known:
+            if id(parameter) not in known and (name in self._parameters or not replaced_only):
                 raise UsageError(
-                    f'the script has added the parameter "{name}" to a stage: optimizers and checkpoints of the '
-                    "pipeline do not contain it",
+                    f'the script or `forward` has added the parameter "{name}" to a stage: optimizers and checkpoints '
+                    "of the pipeline do not contain it",
                     hint="create it in `build_model`, and run `gpipe-plan profile`, `solve` and `emit` again",
                 )
 
@@ -221,6 +221,7 @@ class Trainer:
         if phase == "end" and self._agreement.has_ended:
             return
         self._script.check_random_draws()
+        self.check_parameters(replaced_only=True)
         self._agreement.check_and_sum(phase, self.step_index)
         self._assembly.tied.check_equal()
         if self._assembly.shared_values is not None:

@@ -239,6 +239,20 @@ def test_a_last_batch_too_small_for_a_layer_is_refused(tmp_path: Path) -> None:
     pipeline.close()
 
 
+def test_a_parameter_that_a_later_forward_replaces_is_refused(tmp_path: Path) -> None:
+    """Another stage may have the new one, which would then be trained on one rank only."""
+    pipeline = Pipeline(balance_of(tmp_path))
+    for step in range(3):
+        with pipeline.step(*pipeline.example_batch(step)):
+            pass
+    first = next(module for module in pipeline.modules[0].modules() if isinstance(module, nn.Linear))
+    kept, first.weight = first.weight, nn.Parameter(first.weight.detach().clone())
+    with pytest.raises(UsageError, match="has added the parameter"):
+        pipeline.end_loop()
+    first.weight = kept
+    pipeline.close()
+
+
 def test_evaluation_changes_no_state(tmp_path: Path) -> None:
     text = MODEL.replace("nn.ReLU()", "nn.Sequential(nn.BatchNorm1d(16), nn.BatchNorm1d(16).eval(), nn.Dropout(0.5))")
     path = balance_of(tmp_path, text + OPTIMIZER)
