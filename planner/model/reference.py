@@ -278,7 +278,8 @@ def _refuse_changes(before: Mapping[str, float], after: Mapping[str, float]) -> 
             raise ModelError(
                 f'a backward changes the number "{name.rpartition(":")[2]}", which `forward` may read: a pipeline runs '
                 "forwards of several micro-batches before the first backward",
-                hint="keep what only hooks use in a variable of the function that makes the hooks (`nonlocal`)",
+                hint="keep what only hooks use in a variable of the function that makes the hooks (`nonlocal`); if "
+                "backward calls `forward` again, as `odeint_adjoint` does, remove counters such as `self.nfe` from it",
             )
 
 

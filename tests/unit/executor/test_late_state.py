@@ -142,6 +142,7 @@ def test_a_number_that_a_backward_changes_is_refused() -> None:
     with pytest.raises(ModelError, match=r'a backward changes the number "0.backwards.length"') as refused:
         checked(build)
     assert "nonlocal" in refused.value.hint
+    assert "`odeint_adjoint`" in refused.value.hint
 
 
 @pytest.mark.slow
