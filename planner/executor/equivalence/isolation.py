@@ -1,14 +1,16 @@
 """Run functions in forked processes, with one thread each and a time limit.
 
 Changes of parameters, module-level variables and random generators do not affect the parent process. A forked process
-prints nothing.
+prints nothing, except the traceback of an error after `--debug`.
 """
 
 import contextlib
 import gc
 import os
 import signal
+import sys
 import time
+import traceback
 import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection, Pipe
@@ -156,12 +158,12 @@ def run_and_exit(work: Callable[[Connection], Any], connection: Connection, limi
         connection: Connection to the parent process.
         limit_s: Seconds after which this process is ended.
     """
-    code = 1
+    code, stderr = 1, 2
     try:
         for number in (signal.SIGALRM, signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
         signal.alarm(max(1, round(limit_s)))
-        nowhere = os.open(os.devnull, os.O_RDWR)
+        nowhere, stderr = os.open(os.devnull, os.O_RDWR), os.dup(2)
         for stream in (0, 1, 2):
             os.dup2(nowhere, stream)
         gc.freeze()  # a garbage collection of inherited objects would copy all of their memory
@@ -174,6 +176,8 @@ def run_and_exit(work: Callable[[Connection], Any], connection: Connection, limi
         code = 0
     except BaseException as error:  # any error of the user's code is reported
         with contextlib.suppress(OSError):
+            if "--debug" in sys.argv:
+                os.write(stderr, traceback.format_exc().encode())
             connection.send(("error", _child_error_arguments(error)))
     finally:
         os._exit(code)

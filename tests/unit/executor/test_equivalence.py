@@ -20,7 +20,7 @@ from planner.executor.build import assembly
 from planner.executor.equivalence import check, differences, rounds, subject
 from planner.executor.equivalence.check import EquivalenceResult, check_equivalence
 from planner.executor.equivalence.differences import largest_difference
-from planner.executor.equivalence.isolation import ChildError, ChildProcess
+from planner.executor.equivalence.isolation import ChildError, ChildProcess, run_in_child
 from planner.model.cuts import PossibleCuts
 from planner.model.nests import tensors_in
 from planner.model.stand_ins import StandInFactory
@@ -507,6 +507,14 @@ def test_cuts_beyond_the_time_limit_are_counted(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.slow
+def test_debug_shows_the_traceback_of_a_check_process(monkeypatch, capfd) -> None:
+    for arguments, count in ((["gpipe-plan"], 0), (["gpipe-plan", "--debug"], 1)):
+        monkeypatch.setattr("sys.argv", arguments)
+        with pytest.raises(ChildError, match="division by zero"):
+            run_in_child(lambda: 1 / 0, limit_s=60)
+        assert capfd.readouterr().err.count("run_in_child(lambda: 1 / 0") == count
+
+
 def test_a_killed_or_slow_check_process_is_reported() -> None:
     child = ChildProcess(lambda _connection: os.kill(os.getpid(), signal.SIGSEGV), limit_s=30)
     with pytest.raises(ChildError, match="ended by SIGSEGV"):
