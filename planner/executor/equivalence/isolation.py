@@ -1,7 +1,7 @@
 """Run functions in forked processes, with one thread each and a time limit.
 
 Changes of parameters, module-level variables and random generators do not affect the parent process. A forked process
-prints nothing, except the traceback of an error after `--debug`.
+prints nothing, except errors and tracebacks after `--debug`.
 """
 
 import contextlib
@@ -158,13 +158,13 @@ def run_and_exit(work: Callable[[Connection], Any], connection: Connection, limi
         connection: Connection to the parent process.
         limit_s: Seconds after which this process is ended.
     """
-    code, stderr = 1, 2
+    code, is_debug = 1, "--debug" in sys.argv
     try:
         for number in (signal.SIGALRM, signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
         signal.alarm(max(1, round(limit_s)))
-        nowhere, stderr = os.open(os.devnull, os.O_RDWR), os.dup(2)
-        for stream in (0, 1, 2):
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for stream in (0, 1) if is_debug else (0, 1, 2):
             os.dup2(nowhere, stream)
         gc.freeze()  # a garbage collection of inherited objects would copy all of their memory
         # Threads do not survive a fork, so a pool of threads would wait for its threads forever.
@@ -176,8 +176,8 @@ def run_and_exit(work: Callable[[Connection], Any], connection: Connection, limi
         code = 0
     except BaseException as error:  # any error of the user's code is reported
         with contextlib.suppress(OSError):
-            if "--debug" in sys.argv:
-                os.write(stderr, traceback.format_exc().encode())
+            if is_debug:
+                os.write(2, traceback.format_exc().encode())
             connection.send(("error", _child_error_arguments(error)))
     finally:
         os._exit(code)
