@@ -513,7 +513,7 @@ def test_debug_shows_the_traceback_of_a_check_process(monkeypatch, capfd) -> Non
         monkeypatch.setattr("sys.argv", arguments)
         with pytest.raises(ChildError, match="division by zero"):
             run_in_child(lambda: run_in_child(lambda: 1 / 0, limit_s=60), limit_s=60)
-        assert ("ZeroDivisionError: division by zero\n" in capfd.readouterr().err) == is_shown
+        assert ("\nZeroDivisionError: division by zero\n" in capfd.readouterr().err) == is_shown
 
 
 def test_a_killed_or_slow_check_process_is_reported() -> None:
