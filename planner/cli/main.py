@@ -104,7 +104,7 @@ def app_for(arguments: list[str]) -> typer.Typer:
 
 
 def _placeholder_command() -> None:
-    """Do nothing. `gpipe-plan --help` lists this function under every command's name, so it imports no command."""
+    """Do nothing. `gpipe-plan --help` lists this function in place of every command, and so imports no command."""
 
 
 def run(arguments: list[str]) -> int:

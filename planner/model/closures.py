@@ -19,7 +19,9 @@ from planner.model.python_state import closure_variables
 
 
 def other_reachable_tensors(modules: Iterable[nn.Module], hooked: Iterable[Tensor]) -> list[Tensor]:
-    """Return the tensors that the code of `modules` or hooks on `hooked` can read, except parameters and buffers.
+    """Return tensors, except parameters and buffers, that some code can read: that of `modules`, or of hooks.
+
+    The hooks are those on the tensors `hooked`.
 
     The search includes the submodules of `modules`, and the hooks on tensors that it finds.
     """

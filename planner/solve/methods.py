@@ -345,7 +345,7 @@ def improve_fastest_answers(searched: SearchedCases, request: Request, deadline:
 
 
 def fastest_schedules_us(answers: Iterable[Answer], most: int) -> dict[ScheduleName, float]:
-    """Return the best step times of the `most` fastest schedules for which `has_linear_program` is true."""
+    """Return step times of the fastest schedules, at most `most`, for which `has_linear_program` is true."""
     found_us: dict[ScheduleName, float] = {}
     for answer in answers:
         if answer.partition is not None and has_linear_program(answer.case.schedule):

@@ -119,7 +119,7 @@ class MemoryByAllocation:
         return always, sizes
 
     def totals(self, shape: tuple[int, int]) -> FloatArray:
-        """Return the permanent bytes of each stage, then the bytes of each of `ALLOCATIONS`, as whole numbers.
+        """Return rounded bytes per stage: first an array of the permanent bytes, then one for each of `ALLOCATIONS`.
 
         `shape` is the shape of the `StageMemoryTable`. The result has the shape (1 + allocations, *shape).
         """

@@ -190,7 +190,7 @@ class AllocationCountChanges(NamedTuple):
     """
 
     before: tuple[int, ...]
-    """Changes by transfers since the previous action, and at the start of this action."""
+    """Changes between the previous action and this one, by transfers, and all changes at the start of this action."""
     running: tuple[int, ...]
     """Index of the count that is 1 while the action runs.
 

@@ -21,7 +21,7 @@ class PassedTensor(NamedTuple):
 
 
 class CrossingBytes(NamedTuple):
-    """Bytes of a storage that crosses layer boundaries: saved by a receiver, only by its creator, or not saved."""
+    """Bytes of a storage that crosses layer boundaries, divided by which layers save it for backward."""
 
     until: int
     bytes: tuple[float, float, float]

@@ -33,7 +33,7 @@ class StageRun:
     backward_input_us: float = field(default=0.0, metadata=LEFT_OUT)
     """Time of the input-gradient pass (I), including recomputation; 0 without split backwards."""
     backward_weight_us: float = field(default=0.0, metadata=LEFT_OUT)
-    """Time of the weight-gradient pass (W); I and W need not add up to `backward_us`."""
+    """Time of the weight-gradient pass. Both passes of a split backward need not add up to `backward_us`."""
     recompute_us: float = 0.0
     """Part of `backward_us` that recomputed activations."""
     transfer_us: float = 0.0

@@ -24,7 +24,7 @@ from planner.executor.run.gradients import release_memory
 
 
 class ReplicaGradients:
-    """Sum of one process's gradients over the replicas.
+    """Gradients of one process, which it sums with those of the same stages in other replicas.
 
     Args:
         stages: Trainable parameters of every stage of this process, first stage first. Parameters that several stages

@@ -44,12 +44,12 @@ def html_table(header: Sequence[str], rows: Iterable[Sequence[str]], *, num_text
 
 
 def values_table(shown: Table, *, num_text_columns: int = 1, marks: Mapping[str, str] | None = None) -> str:
-    """Return a table of values as markup, with the suffixes in `marks` after emphasized values.
+    """Return a table of values as markup. Emphasized values get a suffix.
 
     Args:
         shown: The table of values.
         num_text_columns: Number of columns with text, from the left.
-        marks: Suffix of emphasized values (`Column.marked`), by column name, such as ` ◀`.
+        marks: Suffix of the values that `Column.marked` emphasizes, by column name, such as ` ◀`.
     """
     columns = [_cells(column, (marks or {}).get(column.name, "")) for column in shown.columns]
     return html_table(
