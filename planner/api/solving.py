@@ -202,55 +202,6 @@ def _with_details(profile: Profile, request: "Request", plan: Plan, options: Sol
     return plan
 
 
-def faster_plan_with_other_schedule(
-    profile: Profile, plan: Plan, options: SolveOptions, *, spent_s: float
-) -> Plan | None:
-    """Return a faster plan with another schedule than the requested one, if a short search finds it.
-
-    Args:
-        profile: The profile.
-        plan: Plan to beat.
-        options: Options that the plan was made with.
-        spent_s: Seconds that the search for `plan` has taken.
-    """
-    from planner.solve.questions.faster import MOST_HINT_S, find_faster_schedule_plan  # noqa: PLC0415 - imports numpy
-
-    limit_s = None if options.time_limit is None else texts.parse_duration_s("--time-limit", options.time_limit)
-    left_s = MOST_HINT_S if limit_s is None else limit_s - spent_s
-    if options.solver == "milp" or left_s <= 0:
-        return None
-    fixed = None if options.micro_batches == "auto" else plan.micro_batches
-    return find_faster_schedule_plan(profile, plan, micro_batches=fixed, time_limit_s=min(MOST_HINT_S, left_s))
-
-
-def faster_plan_with_replicas(profile: Profile, plan: Plan, options: SolveOptions) -> Plan | None:
-    """Return a faster plan with replicas on devices that `plan` leaves idle; None if there is none.
-
-    Args:
-        profile: The profile.
-        plan: Plan with one replica.
-        options: Options that the plan was made with.
-    """
-    from planner.solve.questions.faster import plan_with_replicas  # noqa: PLC0415 - imports numpy
-
-    fixed = None if options.micro_batches == "auto" else plan.micro_batches
-    return None if options.time_limit is not None else plan_with_replicas(profile, plan, micro_batches=fixed)
-
-
-def with_schedule_alternatives(profile: Profile, plan: Plan, options: SolveOptions) -> Plan:
-    """Return a copy of `plan` whose field `schedules` is filled: the figures of a good plan for each schedule.
-
-    A short search finds these plans. If the field is filled already, `plan` is returned unchanged. The field stays
-    empty if there is nothing to compare, for example if the user fixed the schedule.
-    """
-    from planner.solve.questions.trade_off import figures_by_schedule  # noqa: PLC0415 - imports numpy
-
-    if plan.schedules:
-        return plan
-    fixed = None if options.micro_batches == "auto" else plan.micro_batches
-    return replace(plan, schedules=figures_by_schedule(profile, plan, micro_batches=fixed, is_short_search=True))
-
-
 def _files_of(options: SolveOptions) -> tuple[str | None, ...]:
     cuts = path_of(options.balance)
     is_file = cuts is not None and not cuts[:1].isdigit()

@@ -44,12 +44,7 @@ def solve(
     """Find the fastest plan that fits: cuts, micro-batches, schedule and recomputation."""
     from planner import files
     from planner.api.reading import profile_of
-    from planner.api.solving import (
-        PLAN_HEADER,
-        merged_path,
-        plan_paths,
-        with_schedule_alternatives,
-    )
+    from planner.api.solving import PLAN_HEADER, merged_path, plan_paths
     from planner.api.texts import parse_device_counts
     from planner.core.cost.evaluate import Evaluation
     from planner.core.judge.certainty import certainty_of, tight_findings
@@ -80,7 +75,7 @@ def solve(
     if as_json:
         console.result(files.json_text(plan if len(plans) == 1 else plans))
     else:
-        shown = plan if quiet or is_stopped() else with_schedule_alternatives(source_profile, plan, options)
+        shown = plan if quiet or is_stopped() else _with_schedule_figures(source_profile, plan, options)
         console.result(
             plan_text(shown, Evaluation.of(plan, source_profile).events, style_for_stdout(), certainty=certainty)
         )
@@ -230,18 +225,38 @@ def _notes(console: Console, plan: "Plan", profile: "Profile", *, extrapolated: 
         console.warning("micro-batch sizes outside the profiled range are extrapolated: peaks may be underestimated")
 
 
+def _with_schedule_figures(profile: "Profile", plan: "Plan", options: SolveOptions) -> "Plan":
+    from planner.solve.questions.trade_off import figures_by_schedule
+
+    if plan.schedules:
+        return plan
+    fixed = _fixed_micro_batches(plan, options)
+    return replace(plan, schedules=figures_by_schedule(profile, plan, micro_batches=fixed, is_short_search=True))
+
+
+def _fixed_micro_batches(plan: "Plan", options: SolveOptions) -> int | None:
+    return None if options.micro_batches == "auto" else plan.micro_batches
+
+
 def _note_faster_plans(
     console: Console, plan: "Plan", profile: "Profile", options: SolveOptions, *, spent_s: float
 ) -> None:
-    from planner.api.solving import faster_plan_with_other_schedule, faster_plan_with_replicas
+    from planner.api.texts import parse_duration_s
     from planner.show.views.plan import gpu_noun
+    from planner.solve.questions.faster import MOST_HINT_S, find_faster_schedule_plan, plan_with_replicas
 
-    other = faster_plan_with_replicas(profile, plan, options)
+    fixed = _fixed_micro_batches(plan, options)
+    left_s = MOST_HINT_S
+    if options.time_limit is not None:
+        left_s = min(left_s, parse_duration_s("--time-limit", options.time_limit) - spent_s)
+    other = plan_with_replicas(profile, plan, micro_batches=fixed) if options.time_limit is None else None
     if other is not None:
         what = f"{other.replicas} replicas on {other.num_gpus} of {pluralize(plan.inputs.devices, gpu_noun(other))}"
         free = "" if plan.inputs.allreduce else ", if summing gradients costs nothing (`--allreduce`)"
         console.note(f"note: {what} would take {_less(plan, other)}{free}: `--replicas auto`")
-    other = faster_plan_with_other_schedule(profile, plan, options, spent_s=spent_s)
+    other = None
+    if options.solver != "milp" and left_s > 0:
+        other = find_faster_schedule_plan(profile, plan, micro_batches=fixed, time_limit_s=left_s)
     if other is not None:
         console.note(f"note: {schedule_of(other.schedule).title} would take {_less(plan, other)}: `--schedule auto`")
 
