@@ -19,6 +19,8 @@ _SCRIPTS = ("tables.js", "evaluate.js", "units.js", "command.js", "address.js", 
 
 _BEGIN = "starting from the plan"
 
+_NO_SCRIPT = "The controls need JavaScript, which is disabled in this browser."
+
 _FIGURES = ("step", "samples/s", "bubble", "peak memory")
 
 
@@ -28,11 +30,14 @@ def explore_html(request: ExplorerRequest) -> str:
     script, data = page_script(), page_data(request)
     sections = (_handles(request, data), _timeline(), _memory(), _stages(), _command())
     links = [element("a", escape_text(section.title), href=f"#{section.anchor}") for section in sections]
-    return Template(read_asset("explore.html.txt", __package__)).substitute(
+    return Template(read_asset("report.html.txt")).substitute(
         title=escape_text(plan_headline(plan)),
+        brand="gpipe-plan explore",
+        content="controls",
         lead=escape_text(
             "; ".join(filter(None, (profile.model.source, not_measured_warning(plan.inputs.profile.how), _BEGIN)))
         ),
+        warning=f"\n<noscript>{element('p', _NO_SCRIPT, class_='over')}</noscript>",
         policy=content_security_policy(script),
         style=style_sheet() + read_asset("explore.css", __package__),
         script=script,
@@ -41,6 +46,7 @@ def explore_html(request: ExplorerRequest) -> str:
         links="".join(links),
         sections="".join(map(section_markup, sections)),
         version=escape_text(__version__),
+        origin=": the figures of <code>gpipe-plan check</code>",
     )
 
 

@@ -207,7 +207,10 @@ def _page(*, title: str, lead: str, figures: Sequence[_Figure], sections: Sequen
     links = [element("a", escape_text(section.title), href=f"#{section.anchor}") for section in sections]
     return Template(read_asset("report.html.txt")).substitute(
         title=escape_text(title),
+        brand="gpipe-plan",
+        content="report",
         lead=escape_text(lead),
+        warning="",
         policy=content_security_policy(script),
         style=style_sheet(),
         script=script,
@@ -216,4 +219,5 @@ def _page(*, title: str, lead: str, figures: Sequence[_Figure], sections: Sequen
         links="".join(links),
         sections="".join(map(section_markup, sections)),
         version=escape_text(__version__),
+        origin=", unless it says measured",
     )

@@ -1,6 +1,6 @@
 "use strict";
 (() => {
-  const data = JSON.parse(document.getElementById("step").textContent);
+  const data = JSON.parse(document.getElementById("data").textContent);
   const live = document.querySelector(".live"), still = document.querySelector(".still");
   const canvas = live && live.querySelector("canvas");
   if (!data.rows || !canvas || !canvas.getContext) return;

@@ -129,7 +129,7 @@ def test_page_data_have_every_span():
     """The script decodes them to a tenth of a microsecond."""
     planned = plan(recompute="except-last")
     step = step_of_sample(planned)
-    data = json.loads(re.search(r'<script type="application/json" id="step">(.*?)</script>', page_of(planned))[1])
+    data = json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', page_of(planned))[1])
     kinds = (*(kind.label for kind in COMPUTED.values()), "receive", "optimizer", "send forward", "send backward")
     assert len(data["labels"]) == len(kinds)
     found = set()
