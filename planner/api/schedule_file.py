@@ -4,7 +4,6 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 
-from planner import files
 from planner.api import texts
 from planner.api.defaults import default_batch
 from planner.api.options.solving import SolverOptions
@@ -22,16 +21,6 @@ def schedule_file_path(schedule: File) -> str | None:
     if isinstance(schedule, os.PathLike) or str(schedule).lower().endswith(_SUFFIX):
         return os.fspath(schedule)
     return None
-
-
-def listed_schedule_of(schedule: File) -> ListedSchedule | None:
-    """Return the schedule in the file that `--schedule` names; None if it names no file.
-
-    Raises:
-        FileError: The file cannot be read.
-    """
-    path = schedule_file_path(schedule)
-    return None if path is None else files.read_schedule(path)
 
 
 def options_for_schedule(options: SolverOptions, schedule: ListedSchedule, profile: Profile) -> SolverOptions:
@@ -96,16 +85,6 @@ def check_cuts(options: SolverOptions, schedule: ListedSchedule, cuts: Sequence[
         raise UsageError(
             f"`--balance` has {pluralize(len(cuts), 'stage')}, but `{path}` has {num_stages}",
             hint=f"give {num_stages} numbers of layers, or remove `--balance`",
-        )
-
-
-def refuse_schedule_file(schedule: File, verb: str) -> None:
-    """Raise UsageError if `--schedule` names a file, which the command `verb` does not support."""
-    path = schedule_file_path(schedule)
-    if path is not None:
-        raise UsageError(
-            f"`{verb}` tries several numbers of devices, but `--schedule {path}` is for one",
-            hint=f"use `gpipe-plan solve --schedule {path}`",
         )
 
 

@@ -3,12 +3,13 @@
 from collections.abc import Iterator
 from typing import cast
 
+from planner import files
 from planner.api import texts
 from planner.api.defaults import default_batch, headroom_of
 from planner.api.options.solving import SolverOptions, recorded_values
 from planner.api.question import may_choose_chunks
 from planner.api.reading import links_of, resolve_balance, resolve_calibration
-from planner.api.schedule_file import check_cuts, listed_schedule_of, options_for_schedule, schedule_file_path
+from planner.api.schedule_file import check_cuts, options_for_schedule, schedule_file_path
 from planner.api.texts import Numbers, Sizes
 from planner.core.cost.workload import workload_of
 from planner.core.errors import UsageError
@@ -36,7 +37,8 @@ def request_of(profile: Profile, reference: ProfileReference, options: SolverOpt
         UsageError: An option is wrong, or contradicts another option or the profile.
         FileError: A file that an option names cannot be read.
     """
-    lists = listed_schedule_of(options.schedule)
+    schedule_path = schedule_file_path(options.schedule)
+    lists = None if schedule_path is None else files.read_schedule(schedule_path)
     if lists is not None:
         options = options_for_schedule(options, lists, profile)
     links = links_of(options.links, link=options.link, nodes=options.nodes, inter_link=options.inter_link)

@@ -13,7 +13,7 @@ from planner.api.notebooks import enable_notebook_display
 from planner.api.option import ignore_arguments, option_values
 from planner.api.options.solving import SolveOptions, SolverOptions, SweepOptions
 from planner.api.reading import NOWHERE, AnyProfile, ProfileSource, path_of, profile_of, profile_reference
-from planner.api.schedule_file import refuse_schedule_file, schedule_file_path
+from planner.api.schedule_file import schedule_file_path
 from planner.core.errors import InfeasibleError, UsageError
 from planner.core.extras import install_command
 from planner.core.values.plan import Plan
@@ -231,7 +231,12 @@ def sweep(profile: AnyProfile, options: SweepOptions) -> Sweep:
     from planner.api.solver_request import request_of  # noqa: PLC0415 - slow to import
     from planner.solve.questions.sweep import sweep_of  # noqa: PLC0415
 
-    refuse_schedule_file(options.schedule, "sweep")
+    schedule_path = schedule_file_path(options.schedule)
+    if schedule_path is not None:
+        raise UsageError(
+            f"`sweep` tries several numbers of devices, but `--schedule {schedule_path}` is for one",
+            hint=f"use `gpipe-plan solve --schedule {schedule_path}`",
+        )
     counts, nodes = _sizes(options)
     source, output = profile_of(profile), path_of(options.output)
     if output is not None:

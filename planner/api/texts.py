@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from math import inf
-from typing import Any, Final, get_args
+from typing import Any, Final, TypeVar, get_args
 
 from planner.core.errors import UsageError
 from planner.core.values.cluster import Link
@@ -33,6 +33,8 @@ Numbers = str | int | Sequence[int]
 
 Sizes = str | int | Sequence[str | int]
 """Sizes in bytes or as text such as `24GB`, or one text such as `24GB,24GB,80GB`."""
+
+_Number = TypeVar("_Number", int, float)
 
 _UNLIMITED_BYTES_PER_S: Final = 10**18
 """Bandwidth that represents an unlimited link."""
@@ -151,13 +153,7 @@ def parse_memory_limits(value: Sizes, devices: int) -> tuple[int, ...]:
 
     `value` has one limit for all devices, such as `8GB`, or one per device, such as `24GB,24GB,80GB`.
     """
-    one_or_each = parse_sizes_bytes("--mem", value)
-    if len(one_or_each) not in (1, devices):
-        raise UsageError(
-            f"`--mem {_shown(value)}` names {len(one_or_each)} limits for {devices} devices",
-            hint="give one limit, or one per device",
-        )
-    return one_or_each * devices if len(one_or_each) == 1 else one_or_each
+    return _one_per_device(parse_sizes_bytes("--mem", value), devices, f"--mem {_shown(value)}", noun="limit")
 
 
 def parse_micro_batch_sizes(value: Numbers, batch: int | None) -> tuple[int, ...]:
@@ -198,12 +194,7 @@ def parse_speeds(value: str | float | Sequence[float], devices: int) -> tuple[fl
         raise UsageError(f"`--speed {text}`: a speed is above 0", hint="1 is the profiled device, 2 is twice as fast")
     if not all(slowest <= number <= fastest for number in numbers):
         raise UsageError(f"`--speed {text}`: a speed is from {slowest:g} to {fastest:g} times the profiled device's")
-    if len(numbers) not in (1, devices):
-        raise UsageError(
-            f"`--speed {text}` names {len(numbers)} speeds for {devices} devices",
-            hint="give one speed, or one per device",
-        )
-    return numbers * devices if len(numbers) == 1 else numbers
+    return _one_per_device(numbers, devices, f"--speed {text}", noun="speed")
 
 
 def parse_layer_names(option: str, value: str | Sequence[str]) -> tuple[str, ...]:
@@ -307,6 +298,14 @@ def parse_settings(value: Mapping[str, object] | Sequence[str]) -> dict[str, str
         if not equals:
             raise UsageError(f"expected `--set name=value`, got `--set {name}`")
     return {name: value for name, _, value in pairs}
+
+
+def _one_per_device(values: tuple[_Number, ...], devices: int, shown: str, *, noun: str) -> tuple[_Number, ...]:
+    if len(values) not in (1, devices):
+        raise UsageError(
+            f"`{shown}` names {len(values)} {noun}s for {devices} devices", hint=f"give one {noun}, or one per device"
+        )
+    return values * devices if len(values) == 1 else values
 
 
 def _parts(value: Any) -> Sequence[Any]:

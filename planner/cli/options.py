@@ -1,7 +1,7 @@
 """Options that several commands share, and options made from the dataclasses in `planner.api.options`."""
 
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from typing import TYPE_CHECKING, Annotated, Any
@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from planner.api.option import Option, OptionField, option_fields_of, option_name
+from planner.api.texts import parse_choice
 from planner.cli.console import style_for_stdout
-from planner.core.errors import UsageError
 
 if TYPE_CHECKING:
     from planner.show.terminal.style import Style
@@ -54,15 +54,13 @@ def formatted(value: Any, format_: str, *, text: Callable[[Any, "Style"], str], 
     return markdown(value) if format_ == "markdown" else text(value, style_for_stdout())
 
 
-def check_format(name: str, formats: Collection[str] = ("text", "json")) -> bool:
+def check_format(name: str, formats: tuple[str, ...] = ("text", "json")) -> bool:
     """Check the name of an output format, and return True if it is `json`.
 
     Raises:
         UsageError: The format is not one of `formats`.
     """
-    if name not in formats:
-        raise UsageError(f"unknown `--format {name}`", hint=f"one of {', '.join(formats)}")
-    return name == "json"
+    return parse_choice("--format", name, formats) == "json"
 
 
 def with_options(record: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:

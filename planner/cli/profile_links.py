@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from planner.api.texts import parse_choice
 from planner.cli.console import Console, style_for_stdout
 from planner.cli.options import Format, Output, Quiet, check_format
 from planner.core.errors import ExitCode, UsageError
@@ -61,9 +62,7 @@ def profile_links(
 
 
 def _check_usage(device: str) -> None:
-    devices = ("auto", *TORCH_KINDS)
-    if device not in devices:
-        raise UsageError(f"unknown `--device {device}`", hint=f"one of {', '.join(devices)}")
+    parse_choice("--device", device, ("auto", *TORCH_KINDS))
     if os.environ.get("WORLD_SIZE", "1") == "1":
         raise UsageError("`profile-links` needs several processes", hint=f"start 2 or more: `{_START}`")
 
