@@ -7,6 +7,7 @@ machine. An order counts only if it fits according to the exact memory model.
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import product
 from math import ceil, inf
 from typing import NamedTuple
@@ -55,6 +56,9 @@ _RULES_SHARE, _PATIENCE_SHARE = 0.3, 0.3
 _MERGE_SHARE = 0.2
 """Probability that a change of the order merges or splits backwards, if split backwards take longer than whole ones."""
 
+_MOST_CHECKED = 256
+"""Number of orders whose result of the exact memory model is stored."""
+
 _REFUSED = 10
 """If more than this number of orders exceed memory for each order that fits, the search rarely improves the plan."""
 
@@ -87,7 +91,8 @@ class OrderSearch:
     """
 
     def __init__(self, problem: OrderProblem, fits: Callable[[Rows], bool], known_orders: Sequence[Rows] = ()) -> None:
-        self._problem, self._fits, self._known_orders = problem, fits, known_orders
+        # Moves often lead to the same order again.
+        self._problem, self._fits, self._known_orders = problem, lru_cache(_MOST_CHECKED)(fits), known_orders
         later = tuple(float(len(problem.times) - s) for s in range(len(problem.times)))
         self._shapes = _in_flight_per_round_trip(problem), later, _forwards_per_round_trip(problem)
         self._least_us = estimated_least_period_us(problem)
@@ -238,10 +243,13 @@ class OrderSearch:
         self.spent += 3 * len(self._problem.times) * self._problem.micro_batches + _TRY_ACTIONS
         if order is None or (self.best is not None and order.period_us >= self.best.period_us * (1 - SAME)):
             return False
-        return self._simulate(order.actions())
+        # Without blocking transfers, list scheduling computes the exact step time.
+        is_exact = not any(times.blocking for times in self._problem.times)
+        return self._simulate(order.actions(), order.period_us if is_exact else None)
 
-    def _simulate(self, rows: Rows) -> bool:
-        found_us = period_us(rows, self._problem.times, self._problem.between_steps_us)
+    def _simulate(self, rows: Rows, found_us: float | None = None) -> bool:
+        if found_us is None:
+            found_us = period_us(rows, self._problem.times, self._problem.between_steps_us)
         if (self.best is not None and found_us >= self.best.period_us) or not self._fits_exactly(rows):
             return False
         self.best = SimulatedOrder(rows=rows, period_us=found_us)
