@@ -102,7 +102,7 @@ def search_integer_program(case: Case, *, upper_us: float = inf, deadline: Deadl
         if limit_s is None:
             raise SolverError(f"the integer program was not solved: {pulp.LpStatus[program.lp.status]}")
         raise OutOfTimeError
-    chosen = program.chosen_arcs()
+    chosen = [n for n in np.argsort(arcs.first) if (program.is_chosen[n].varValue or 0.0) > 0.5]
     partition = case.partition([0, *arcs.end[chosen]], arcs.choice[chosen].tolist())
     found_us = Evaluation(case.costs, partition, case.cluster).step_us
     objective_us = float(pulp.value(program.lp.objective)) * unit_us
@@ -142,14 +142,11 @@ class _Arcs:
 class _IntegerProgram:
     def __init__(self, pulp: Any, arcs: _Arcs, unit_us: float) -> None:
         self._pulp, self._arcs, self._unit_us = pulp, arcs, unit_us
-        self._y = [pulp.LpVariable(f"y{n}", cat=pulp.LpBinary) for n in range(len(arcs.first))]
+        self.is_chosen = [pulp.LpVariable(f"y{n}", cat=pulp.LpBinary) for n in range(len(arcs.first))]
         self.lp = pulp.LpProblem("gpipe", pulp.LpMinimize)
         self._state_path()
         forward = self._sum(arcs.first >= 0, arcs.forward + arcs.link)
         self.lp += forward + self._largest(np.maximum(arcs.forward, arcs.link)) + self._backward() + self._tail()
-
-    def chosen_arcs(self) -> list[int]:
-        return [n for n in np.argsort(self._arcs.first) if (self._y[n].varValue or 0.0) > 0.5]
 
     def _state_path(self) -> None:
         arcs, ones = self._arcs, np.full(len(self._arcs.first), self._unit_us)
@@ -163,7 +160,7 @@ class _IntegerProgram:
                 self.lp += self._sum(ends, ones) == self._sum(begins, ones)
 
     def _sum(self, arcs: BoolArray, times_us: FloatArray) -> Any:
-        terms = ((self._y[n], float(times_us[n] / self._unit_us)) for n in np.flatnonzero(arcs))
+        terms = ((self.is_chosen[n], float(times_us[n] / self._unit_us)) for n in np.flatnonzero(arcs))
         return self._pulp.LpAffineExpression([(variable, time) for variable, time in terms if time])
 
     def _time(self, name: str, *at_least: Any) -> Any:
@@ -187,8 +184,7 @@ class _IntegerProgram:
             most = self._time(f"Z{layer}", at_stage, self._sum(at, waits * c))
             choices = [done + self._sum(at, q + c)]
             if arcs.micro_batches > 1:
-                choices.append(work + self._sum(at, p + q + c) + at_stage)
-                choices.append(work + self._sum(at, p + 2 * c) + most)
+                choices += [work + self._sum(at, p + q + c) + at_stage, work + self._sum(at, p + 2 * c) + most]
             done, work = self._time(f"D{layer}", *choices), self._time(f"A{layer}", work + self._sum(at, p + c))
         self.lp += done >= self._sum(arcs.first >= 0, np.minimum(p, q) + c) + self._largest(np.maximum(p, c), "B")
         return done
