@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from rich.box import SIMPLE
 from rich.cells import cell_len
@@ -53,11 +54,14 @@ def _header(column: Column, view: Table) -> str:
 
 def _cells(column: Column, view: Table, marks: Mapping[str, tuple[str, str]] | None = None) -> list[Text]:
     mark, look = (marks or {}).get(column.name, ("", ""))
-    texts = column.texts(view.time_units().get(column.per))
-    # Numbers are aligned at the right, so those without a mark get its width in spaces.
-    space = "" if column.unit == "text" or not column.marked else " " * len(mark)
+    texts = [printable(text) for text in column.texts(view.time_units().get(column.per))]
+    justify: Literal["left"] | None = None
+    if column.marked and column.unit != "text":
+        # Digits are aligned, and marks follow them. rich would remove spaces at the end of a right-aligned text.
+        justify, width = "left", max(map(cell_len, texts))
+        texts = [text.rjust(width) for text in texts]
     return [
-        Text(f"{printable(text)}{mark}", style=look) if row in column.marked else Text(f"{printable(text)}{space}")
+        Text(f"{text}{mark}", style=look, justify=justify) if row in column.marked else Text(text, justify=justify)
         for row, text in enumerate(texts)
     ]
 

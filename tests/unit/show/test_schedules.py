@@ -1,6 +1,7 @@
 """Trade-off over schedules, in the terminal and in the report."""
 
 import re
+from dataclasses import replace
 
 from planner.show.html import plan_html
 from planner.show.terminal.plan import plan_text
@@ -37,3 +38,12 @@ def test_report_has_a_table_of_schedules():
     assert "none found" in section
     bare = plan_html(in_a_v(), profile(), step_of_sample(in_a_v()), None, digest="sha256:1")
     assert 'id="schedules"' not in bare
+
+
+def test_times_are_aligned_if_one_has_a_mark():
+    planned = compared_schedules()
+    short = replace(planned.schedules[0], short_search=True)
+    text = plan_text(replace(planned, schedules=(short, *planned.schedules[1:])), (), style(120))
+    table = text[text.index("best plan of each schedule") :].splitlines()
+    marked, other = (next(line for line in table if time in line) for time in ("40.00 *", "39.00"))
+    assert marked.index("40.00") == other.index("39.00")
