@@ -30,10 +30,6 @@ class LayerInputs:
     gradients: list[Tensor | None]
     """Gradients of the inputs that require gradients, in the order of `carrying`; empty before the backward."""
 
-    def gradient_of(self, position: int) -> Tensor | None:
-        """Return the gradient of the input at `position`; None if there is none."""
-        return dict(zip(self.carrying, self.gradients, strict=False)).get(position)
-
 
 class LayerOutputs:
     """Outputs of a layer for one micro-batch, from which its backward starts."""
@@ -55,8 +51,9 @@ class LayerOutputs:
         Args:
             next_inputs: Inputs of the next layer; None to allocate new memory for all gradients.
         """
+        given = {} if next_inputs is None else dict(zip(next_inputs.carrying, next_inputs.gradients, strict=False))
         for n, (like, shape) in self._shapes.items() if not self._gradients else ():
-            there = None if next_inputs is None else next_inputs.gradient_of(n)
+            there = given.get(n)
             if there is not None and _is_like(there, like, shape) and storage_key(there) not in self._own_storages:
                 self._gradients.append(there.fill_(1.0))
             else:
