@@ -43,9 +43,6 @@ Clock = TypeVar("Clock", bound=_Time)
 _BLOCK = 1024
 """Number of partitions that are simulated at once: their times fit into the processor's cache."""
 
-_FEW = 4
-"""Largest number of partitions that are simulated one by one, because numbers are faster than short arrays."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageTimes:
@@ -207,7 +204,7 @@ def makespans(
     steps = _steps_of(tuple(map(tuple, actions)), num_stages)
     can_queue = _can_messages_queue(times)
     ends = np.empty(num_partitions)
-    size = 1 if num_partitions <= _FEW else _BLOCK
+    size = _BLOCK if num_partitions > 4 else 1  # numbers are faster than arrays of up to four numbers
     for first in range(0, num_partitions, size):
         block = slice(first, min(first + size, num_partitions))
         is_single = block.stop - first == 1
