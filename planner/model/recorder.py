@@ -37,7 +37,7 @@ from planner.model.variables import undo_variable_changes
 
 
 def record(model: nn.Module, inputs: Any, *, loss_of: Callable[[Any], object] | None = None, ghosts: bool) -> Recording:
-    """Return the recording of one forward of `model` on `inputs`.
+    """Return the recording of one forward of `model` on `inputs`, with or without the values of its parameters.
 
     Buffers, gradients and the random state are restored.
 

@@ -6,7 +6,7 @@ Terms of this package:
     component        kind of memory in a plan, such as parameters or transfers: one of `values.plan.ITEMS`
     allocation       memory that exists at some points in the step, such as the activations of a micro-batch
     held             memory of a micro-batch between its forward and its backward
-    kept             memory of the last micro-batch of a step between its forward and its backward
+    kept             the same for the last micro-batch of a step, which `except-last` does not recompute
     in flight        from the start of a micro-batch's forward on a stage to the end of its backward there
-    between steps    (U) from the last action of a device in a step to its next step: all-reduces and optimizer
+    between steps    from the last action of a device in a step to its next step: all-reduces and optimizer
 """

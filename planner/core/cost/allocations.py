@@ -279,7 +279,7 @@ def size_during_action(
     saved: int = 0,
     peak: int | None = None,
 ) -> AllocationSize:
-    """Return the size of an allocation that exists only while an action runs.
+    """Return the size, in bytes of memory components, of an allocation that exists only while an action runs.
 
     Args:
         in_flight: Bytes of the component `in_flight`: the micro-batch's activations.

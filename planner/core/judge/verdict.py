@@ -288,7 +288,7 @@ def _differing_values(plan: Plan, now: Plan) -> tuple[str, ...]:
 
 
 def certificate_problems(plan: Plan, solver: SolverReport) -> tuple[str, ...]:
-    """Return the values of a solver report that contradict the plan, as texts.
+    """Return texts on values of the solver's certificate (status, gap, lower bounds) that contradict the plan.
 
     For example, the lower bound is above the step time, or a plan in `Plan.frontier` is faster than an optimal plan.
     """

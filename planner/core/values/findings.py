@@ -199,7 +199,7 @@ RULES: Final = (
         why="The stage may still be within its memory limit. Unintended growth is best noticed in the change that "
         "causes it.",
         remedy="Read the table of stages that `check` prints: bytes before, now, and the difference. This note does "
-        "not make the check fail. Because of memory, the check fails only if a stage exceeds its limit or, with "
+        "not make the check fail. Memory makes the check fail only if a stage exceeds its limit or, with "
         "`--strict`, leaves less memory free than `--headroom`.",
     ),
     Rule(

@@ -54,7 +54,7 @@ _MOST_ATTEMPTS = 4
 
 
 class EquivalenceResult(NamedTuple):
-    """Result of the equivalence check: its record, and the model without the cuts that failed."""
+    """Result of the equivalence check: a record of the comparison, and the model, whose failed cuts are excluded."""
 
     loaded: LoadedModel
     """The model. Its field `uncut` names the layers that must not be the last of a stage."""

@@ -206,7 +206,7 @@ class Block:
         return (self.attention,) if self.cross_attention is None else (self.attention, self.cross_attention)
 
     def matrix_products(self, hidden: int, devices: int = 1, capacity: float = 1.0) -> Iterator[MatrixProduct]:
-        """Yield the matrix products with weights, in the order of the forward.
+        """Yield the matrix products with weights, in the order of the forward, on one of `devices` devices.
 
         Args:
             hidden: Width of the model (h).

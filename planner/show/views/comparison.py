@@ -38,7 +38,7 @@ def comparison_table(comparison: Comparison) -> Table:
 
 
 def comparison_notes(comparison: Comparison) -> list[str]:
-    """Return notes about plans that were not recomputed, and about plans of different models."""
+    """Return notes on plans whose figures were not computed again, and on plans of different models."""
     stored = [row.path for row in comparison.plans if not row.recomputed]
     notes = [f"numbers are as stored, because the profile is missing: {', '.join(stored)}"] if stored else []
     if len({row.plan.inputs.model_digest for row in comparison.plans}) > 1:

@@ -18,7 +18,7 @@ from planner.solve.space.case import Case
 from planner.solve.space.partitions import Evaluator
 
 _MOST_WORK: Final = 1_500_000
-"""Limit on the estimated time to solve all linear programs together, in simulated actions."""
+"""Limit on the estimated work of all linear programs, as the number of actions simulated in the same time."""
 
 _EQUAL: Final = 1 + 1e-9
 """Ratio up to which two bounds count as equal."""

@@ -121,11 +121,11 @@ class Evaluator:
     def durations(
         self, cuts: IntArray, choices: IntArray
     ) -> tuple[StageBusyTimes, SplitBackwardTimes, FloatArray, FloatArray]:
-        """Return the times of stages, transfers and optimizers, in microseconds.
+        """Return stage times with whole and with split backwards, transfer times, and optimizer times.
 
         Returns:
-            With shape (partitions, stages): stage times with whole backwards, stage times with split backwards, and
-            transfer times. With shape (partitions, devices): times of all-reduces and optimizer steps.
+            Microseconds. With shape (partitions, stages): stage times with whole backwards, stage times with split
+            backwards, and transfer times. With shape (partitions, devices): times of all-reduces and optimizer steps.
         """
         busy, crossing, own = self._times(cuts, choices)
         return busy, self._split_backward_times(busy, cuts), crossing, own
