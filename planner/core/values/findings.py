@@ -106,7 +106,8 @@ RULES: Final = (
         meaning="`--device` names a device other than the profiled one; memory is checked for that device.",
         why="Memory is nearly the same on any device, but times differ. Step time, bubble and "
         "cuts still refer to the profiled device.",
-        remedy="Profile on that device to plan for it. If you check memory only, you need not do anything.",
+        remedy="To plan for the device that you name, profile on it. If you check memory only, you need not do "
+        "anything.",
     ),
     Rule(
         code="GP205",
