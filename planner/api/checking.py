@@ -81,7 +81,7 @@ def check(plan: File | Plan, options: CheckOptions) -> Verdict:
         from planner.api.comparing import read_plan_for_comparison  # noqa: PLC0415 - rarely needed
 
         before, recomputed, name = read_plan_for_comparison(options.against, place)
-        verdict = with_difference(verdict, before, name_before=name, are_evaluated_again=recomputed)
+        verdict = with_difference(verdict, before, name_before=name, both_evaluated_again=recomputed)
     return verdict
 
 

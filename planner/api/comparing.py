@@ -35,7 +35,7 @@ def compare(*plans: File | Plan) -> Comparison:
     if len(rows) == 2:
         first, second = rows
         both = first.recomputed and second.recomputed
-        difference = difference_of(first.plan, second.plan, name_before=first.path, are_evaluated_again=both)
+        difference = difference_of(first.plan, second.plan, name_before=first.path, both_evaluated_again=both)
     return Comparison(plans=tuple(rows), difference=difference)
 
 

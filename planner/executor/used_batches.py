@@ -24,7 +24,7 @@ class UsedBatches:
         """By `id` of each existing tensor of a mini-batch: the tensor, and the number of the mini-batch from 1."""
 
     def begin(self, num_used: int) -> None:
-        """Continue after `num_used` mini-batches."""
+        """Set the number of mini-batches that steps have used, for example after a resume."""
         self.num_used = self._num_taken = num_used
 
     def take(self, batch: Batch) -> None:

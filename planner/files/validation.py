@@ -14,7 +14,7 @@ _T = TypeVar("_T")
 
 
 def validate_content(kind: type[_T], text: str, document: Document) -> _T:
-    """Return a file's content, the JSON in `text`, as the dataclass `kind`, after a check of all keys and types.
+    """Return a file's content as the dataclass `kind`, after a check of all keys and types.
 
     Args:
         kind: The dataclass.

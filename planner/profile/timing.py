@@ -245,7 +245,7 @@ def measured_split_times(samples: Sequence[tuple[float, float]], whole: LayerTim
 
 
 def equal_layers(units: Sequence[LayerToMeasure], digest: str) -> list[int]:
-    """Return the indices of the layers with this digest to time. Repeats of the measurement alternate between them.
+    """Return the indices of the layers that are timed, in turn, to measure the time of this digest.
 
     The list ends when the parameters of its layers exceed `DeviceKind.min_bytes_of_timed_layers`.
     """

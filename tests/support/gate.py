@@ -60,7 +60,7 @@ def over_the_cap() -> Verdict:
         plan=verdict.plan,
         would_fit=changes_that_fit(verdict.plan, now, lambda _: "gpipe-plan solve …"),
     )
-    return with_difference(with_advice, plan(), name_before="git:main", are_evaluated_again=True)
+    return with_difference(with_advice, plan(), name_before="git:main", both_evaluated_again=True)
 
 
 def write(folder: Path, *, widened: int = 0, cap: int = 1_000_000) -> None:

@@ -139,7 +139,7 @@ def delay_with_added_stage_us(delay_us: Numbers, between_steps_us: Numbers, slac
 
 
 def optimizer_delay_us(between_steps_us: FloatArray, slack_us: FloatArray) -> FloatArray:
-    """Return the time by which all-reduces and optimizer steps delay the next step.
+    """Return the time by which all-reduces and optimizer steps delay the start of the next training step.
 
     A later device ends its last backward earlier and begins the next step later than device 0. So `between_steps_us`
     of a device delays the next step only by its excess over the sum of `slack_us` of all earlier devices.

@@ -72,18 +72,18 @@ class Comparison:
     """Difference from the first to the second plan, stage by stage; only for two plans."""
 
 
-def difference_of(before: Plan, now: Plan, *, name_before: str, are_evaluated_again: bool) -> Difference:
+def difference_of(before: Plan, now: Plan, *, name_before: str, both_evaluated_again: bool) -> Difference:
     """Return the differences between the plan `now` and the reference plan `before`.
 
     Args:
         before: Reference plan.
         now: Plan that is compared with the reference plan.
         name_before: Name of the reference plan.
-        are_evaluated_again: True if both plans were evaluated again from their profiles.
+        both_evaluated_again: True if both plans were evaluated again from their profiles.
     """
     return Difference(
         against=name_before,
-        recomputed=are_evaluated_again,
+        recomputed=both_evaluated_again,
         step_us_before=before.predicted.step_us,
         step_us=now.predicted.step_us,
         samples_per_s_before=before.predicted.samples_per_s,

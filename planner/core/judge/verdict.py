@@ -121,7 +121,7 @@ def with_findings(verdict: Verdict, findings: Sequence[Finding]) -> Verdict:
     )
 
 
-def with_difference(verdict: Verdict, before: Plan, *, name_before: str, are_evaluated_again: bool) -> Verdict:
+def with_difference(verdict: Verdict, before: Plan, *, name_before: str, both_evaluated_again: bool) -> Verdict:
     """Return a verdict with the differences between its plan and the reference plan `before`.
 
     The verdict also gets findings if a stage needs more memory, or if the plan trains fewer samples per second.
@@ -130,13 +130,13 @@ def with_difference(verdict: Verdict, before: Plan, *, name_before: str, are_eva
         verdict: Result of a check; returned unchanged if it has no plan.
         before: Reference plan.
         name_before: Name of the reference plan.
-        are_evaluated_again: True if both plans were evaluated again from their profiles.
+        both_evaluated_again: True if both plans were evaluated again from their profiles.
     """
     if verdict.plan is None:
         return verdict
     from planner.core.judge.difference import difference_of, growth_findings  # noqa: PLC0415 - rarely needed
 
-    difference = difference_of(before, verdict.plan, name_before=name_before, are_evaluated_again=are_evaluated_again)
+    difference = difference_of(before, verdict.plan, name_before=name_before, both_evaluated_again=both_evaluated_again)
     return replace(verdict, difference=difference, findings=(*verdict.findings, *growth_findings(difference)))
 
 

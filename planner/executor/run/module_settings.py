@@ -48,7 +48,7 @@ class ModuleSettings:
         return {key: value for after, before in pairs for key, value in after.items() if before.get(key) != value}
 
     def check_equal(self, changed_per_rank: Sequence[Settings]) -> None:
-        """Check that the modules of this rank have the settings that layers of other ranks changed in their copies.
+        """Check that settings which layers changed on other ranks have the same values in this rank's modules.
 
         A layer of another rank may change a setting of its own copy of a module. If the module runs on this rank, the
         setting must have the same value here.

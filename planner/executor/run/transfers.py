@@ -45,7 +45,7 @@ class Transfers:
         self._gradient: _PendingTransfer | None = None
 
     def post(self, message: MessageKey, shapes: Sequence[Tensor], rank: int) -> None:
-        """Begin to receive tensors from another process.
+        """Begin to receive tensors like those in `shapes` from another process.
 
         Args:
             message: Key of the message to receive.

@@ -22,7 +22,7 @@ _POWER: Final = 24
 """Exponent p in the minimized sum over devices of work ** p. It is large, so that the busiest devices count most."""
 
 _RESTARTS: Final = 30
-"""Number of restarts from the best cuts after random moves."""
+"""Number of restarts. Each begins with the best cuts, changed by random moves."""
 
 _MOST_CELLS: Final = 8_000_000
 """Limit on the number of cuts computed in one search: some tenths of a second."""

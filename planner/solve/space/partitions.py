@@ -121,7 +121,11 @@ class Evaluator:
     def durations(
         self, cuts: IntArray, choices: IntArray
     ) -> tuple[StageBusyTimes, SplitBackwardTimes, FloatArray, FloatArray]:
-        """Return stage times with whole and with split backwards, transfer times, and optimizer times.
+        """Return times of stages (with whole and with split backwards), transfers and optimizers.
+
+        Args:
+            cuts: Cuts of each partition.
+            choices: Index of the recompute choice of each stage of each partition.
 
         Returns:
             Microseconds. With shape (partitions, stages): stage times with whole backwards, stage times with split
