@@ -100,7 +100,7 @@ def _published_row(
     cells, started = [], time.process_time()
     for limit in (1, 2):
         problem = OrderProblem(
-            chunks=tuple((k,) for k in range(devices)),
+            stages_by_device=tuple((k,) for k in range(devices)),
             micro_batches=micro_batches,
             times=times,
             footprints=(ApproximateStageMemory(always=0.0, held=1.0, between=between, above=0.0),) * devices,
