@@ -243,13 +243,10 @@ class OrderSearch:
         self.spent += 3 * len(self._problem.times) * self._problem.micro_batches + _TRY_ACTIONS
         if order is None or (self.best is not None and order.period_us >= self.best.period_us * (1 - SAME)):
             return False
-        # Without blocking transfers, list scheduling computes the exact step time.
-        is_exact = not any(times.blocking for times in self._problem.times)
-        return self._simulate(order.actions(), order.period_us if is_exact else None)
+        return self._simulate(order.actions())
 
-    def _simulate(self, rows: Rows, found_us: float | None = None) -> bool:
-        if found_us is None:
-            found_us = period_us(rows, self._problem.times, self._problem.between_steps_us)
+    def _simulate(self, rows: Rows) -> bool:
+        found_us = period_us(rows, self._problem.times, self._problem.between_steps_us)
         if (self.best is not None and found_us >= self.best.period_us) or not self._fits_exactly(rows):
             return False
         self.best = SimulatedOrder(rows=rows, period_us=found_us)

@@ -14,10 +14,10 @@ from planner.core.schedule import SCHEDULES, Action, Letter
 from planner.core.schedule.validity import check_orders
 from planner.core.values.placement import Placement, stages_on
 from planner.solve.orders import order_search
-from planner.solve.orders.list_scheduling import apply_rules, follow_order
+from planner.solve.orders.list_scheduling import follow_order
 from planner.solve.orders.order_changes import critical_actions
 from planner.solve.orders.order_problem import ApproximateStageMemory, OrderProblem
-from planner.solve.orders.order_search import OrderSearch, _Tuning, estimated_least_period_us
+from planner.solve.orders.order_search import OrderSearch, estimated_least_period_us
 
 Rows = tuple[tuple[Action, ...], ...]
 
@@ -314,18 +314,6 @@ def test_strictly_followed_orders_fit_and_become_faster() -> None:
     check_orders(found.rows, micro_batches)
     assert fits(found.rows)
     assert found.period_us < 0.95 * slow_period(one_by_one, times)
-
-
-def test_list_scheduling_computes_the_exact_step_time() -> None:
-    """Messages may wait for the link. If a transfer is not blocking, an order needs no other simulation."""
-    rng = random.Random(5)
-    for placement, patience in product(("loop", "v"), (0.5, inf)):
-        times = [stage(*(rng.uniform(1, 4) for _ in range(3)), rng.uniform(0, 6)) for _ in range(6)]
-        asked = problem(times, 7, [4.0] * 3, num_devices=3, placement=placement)
-        order = apply_rules(asked, OrderSearch(asked, lambda _: True)._make_rules(_Tuning()))
-        again = follow_order(asked, order.rows, lookahead=3, patience=patience)
-        for each in (order, again):
-            assert each.period_us == period_us(each.actions(), times, asked.between_steps_us)
 
 
 def split_1f1b(device: int, in_flight: int, micro_batches: int) -> tuple[Action, ...]:
