@@ -29,7 +29,7 @@ class StepSeeds:
     step: int
     """Index of the step since the start of training."""
     first_micro_batch: int = 0
-    """Index of this replica's first micro-batch, if the micro-batches of all replicas in a step are counted."""
+    """Index of the first micro-batch in this part of the mini-batch; micro-batches are numbered over all replicas."""
 
     def seed_generators(self, layer: int, micro_batch: int) -> None:
         """Seed this process's random generators for a layer and a micro-batch."""
